@@ -153,8 +153,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   static constexpr int kCertainEndFactor = 5;
   static constexpr std::string_view kLeaseEnded = "the lease ended";
 
-  // Whether the words of such an end say that the lease ended: Finish puts them before the first
-  // two, and daemons end leases with the third.
+  // Whether the message of this end says by itself that the lease ended. Finish puts kLeaseEnded
+  // before UNAVAILABLE and DEADLINE_EXCEEDED; with ABORTED a daemon ends a lease and says so.
   static bool IsLeaseEnd(const absl::Status& end) {
     return absl::IsUnavailable(end) || absl::IsDeadlineExceeded(end) || absl::IsAborted(end);
   }

@@ -98,7 +98,7 @@ void EncodeSource(const Bucket& bucket, v1::Bucket* message) {
   }
 }
 
-// ---- the C structure ----
+// ---- the C structure of a bucket ----
 
 absl::Status SetRanges(const refit_bucket& given, Bucket* bucket) {
   const refit_tensor* end = given.tensors + given.tensor_count;
@@ -136,6 +136,37 @@ absl::Status SetSource(const refit_bucket& given, Bucket* bucket) {
     bucket->bytes.emplace_back(static_cast<const char*>(given.chunks[i]), given.chunk_bytes[i]);
   }
   return absl::OkStatus();
+}
+
+// ---- a part ----
+
+bool Inside(int64_t offset, int64_t size, int64_t limit) {
+  return offset >= 0 && size >= 0 && offset <= limit && size <= limit - offset;
+}
+
+absl::StatusOr<TensorView> DecodeView(const v1::BucketReady& bucket, int index,
+                                      std::span<const char> slot) {
+  TensorView view;
+  view.tensor.name = bucket.names(index);
+  REFITD_ASSIGN_OR_RETURN(view.tensor.dtype, DTypeFromProto(bucket.dtypes(index)));
+  const auto& dims = bucket.shapes(index).dims();
+  view.tensor.shape.assign(dims.begin(), dims.end());
+  REFITD_RETURN_IF_ERROR(ValidateTensor(view.tensor));
+  REFITD_ASSIGN_OR_RETURN(const int64_t elements, ElementCount(view.tensor.shape));
+  view.start = bucket.starts(index);
+  view.count = bucket.sizes(index);
+  if (!Inside(view.start, view.count, elements)) {
+    return Error(absl::StatusCode::kInternal, "\"{}\" of {} elements: start {}, size {}",
+                 view.tensor.name, elements, view.start, view.count);
+  }
+  const int64_t offset = bucket.byte_offsets(index);
+  const int64_t bytes = view.count * ElementBytes(view.tensor.dtype);
+  if (!Inside(offset, bytes, static_cast<int64_t>(slot.size()))) {
+    return Error(absl::StatusCode::kInternal, "\"{}\": {} bytes at {} are outside of a slot of {}",
+                 view.tensor.name, bytes, offset, slot.size());
+  }
+  view.data = slot.data() + offset;
+  return view;
 }
 
 }  // namespace
@@ -179,6 +210,57 @@ absl::Status EncodeBucket(const Bucket& bucket, int64_t max_inline_bytes, v1::Bu
   EncodeTensors(bucket, message);
   EncodeSource(bucket, message);
   return absl::OkStatus();
+}
+
+absl::StatusOr<Part> DecodePart(const v1::BucketReady& bucket, std::span<const char> pool,
+                                int64_t slot_bytes) {
+  const int count = bucket.names_size();
+  if (bucket.dtypes_size() != count || bucket.shapes_size() != count ||
+      bucket.starts_size() != count || bucket.sizes_size() != count ||
+      bucket.byte_offsets_size() != count) {
+    return Error(absl::StatusCode::kInternal, "part {}: lists of unequal length", bucket.part());
+  }
+  if (!Inside(bucket.slot_byte_offset(), slot_bytes, static_cast<int64_t>(pool.size()))) {
+    return Error(absl::StatusCode::kInternal,
+                 "part {}: slot at {} of {} bytes is outside of the pool of {}", bucket.part(),
+                 bucket.slot_byte_offset(), slot_bytes, pool.size());
+  }
+  const auto slot = pool.subspan(bucket.slot_byte_offset(), slot_bytes);
+  Part part;
+  part.version = Version(bucket.version());
+  part.update = UpdateId(bucket.update_id());
+  part.part = PartSeq(bucket.part());
+  part.tensors.reserve(count);
+  for (int i = 0; i < count; ++i) {
+    REFITD_ASSIGN_OR_RETURN(TensorView view, DecodeView(bucket, i, slot));
+    part.tensors.push_back(std::move(view));
+  }
+  return part;
+}
+
+void Show(const std::vector<TensorView>& tensors, std::vector<refit_view>* views) {
+  views->clear();
+  for (const TensorView& view : tensors) {
+    refit_view shown{};
+    shown.tensor.name = view.tensor.name.c_str();
+    shown.tensor.dtype = static_cast<int32_t>(view.tensor.dtype);
+    shown.tensor.dim_count = static_cast<int32_t>(view.tensor.shape.size());
+    shown.tensor.dims = view.tensor.shape.data();
+    shown.tensor.start = view.start;
+    shown.tensor.count = view.count;
+    shown.data = view.data;
+    views->push_back(shown);
+  }
+}
+
+void Show(const Part& part, std::vector<refit_view>* views, refit_event* shown) {
+  shown->kind = REFIT_EVENT_PART;
+  shown->version = part.version.value();
+  shown->update_id = part.update.value();
+  shown->part = part.part.value();
+  Show(part.tensors, views);
+  shown->views = views->data();
+  shown->view_count = static_cast<int64_t>(views->size());
 }
 
 Bucket Bucket::Packed(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,

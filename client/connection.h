@@ -60,13 +60,13 @@ struct RegionOwner {
   std::string device{};
 };
 
-// The memory of a region, as the daemon is told of it.
+// The memory of a region, as its registration describes it.
 struct RegionSource {
   RegionKind kind = RegionKind::kMemfd;  // of `fd`
   UniqueFd fd{};
   std::string handle{};  // not empty: the driver's handle of a block, in place of `fd`
   int64_t bytes = 0;
-  uint64_t address = 0;  // of exported memory in this process; 0: not told
+  uint64_t address = 0;  // of exported memory in this process; 0: unknown
 
   bool on_device() const { return !handle.empty() || kind != RegionKind::kMemfd; }
 };

@@ -620,7 +620,7 @@ TEST_CASE("a Refit that had committed when its lease ended is OK, and is not mad
   CHECK(Count(service.calls(), "refit 5 of 1 after 0") == 1);
 }
 
-TEST_CASE("a Begin among other ranks, who were told of the loss, is ABORTED and opens nothing") {
+TEST_CASE("where a loss aborted the other ranks' update, a Begin is ABORTED and opens nothing") {
   ScriptedTrainerService service;
   uint64_t next_incarnation = 9;  // FillWelcome's
   grpc::Status told(grpc::StatusCode::UNAVAILABLE, "the coordinator is lost");
@@ -911,7 +911,7 @@ T Await(Engine* engine) {
   return std::get<T>(*std::move(event));
 }
 
-TEST_CASE("an engine serves the version it was told is committed, and says so") {
+TEST_CASE("an engine serves the version of the last Committed, and its next hello names it") {
   ScriptedEngineService service([](ScriptedEngineService::Stream* stream) {
     stream->Write(PrepareEvent(4));
     v1::EngineMessage message;

@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <deque>
-#include <functional>
 #include <utility>
 
+#include "client/bucket.h"
 #include "client/engine_state.h"
 #include "client/events.h"
 #include "client/member.h"
@@ -32,7 +32,7 @@ constexpr uint64_t kUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 // One lease. Immutable after Attach.
 struct EngineLease : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   uint64_t number = 0;          // counts this engine's leases
-  std::optional<Version> held;  // the version that the hello told
+  std::optional<Version> held;  // the version that the hello named
 
   UpdateId Update(uint64_t update) const {
     return UpdateId((update & kUpdateMask) | number << kLeaseShift);
@@ -127,7 +127,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   hello->set_delivery(static_cast<v1::Delivery>(options.delivery));
   const auto manifest_tensors = options.manifest ? std::ssize(*options.manifest) : 0;
   if (manifest_tensors > kMaxTensorsPerLayout) {
-    // The daemon refuses so many; those who wait for this engine hear that from it.
+    // The daemon refuses so many, and fails the calls that wait for this engine.
     hello->set_manifest_tensors(manifest_tensors);
   } else if (options.manifest) {
     v1::Manifest* manifest = hello->mutable_manifest();

@@ -28,7 +28,7 @@
 // Only this object remembers that the rank's weights are unknown: the daemon forgets a rank with
 // its lease. A process that attaches anew over memory that an earlier Engine served (or that
 // another process left) must therefore say what the memory holds: `held_version` if weights() of
-// the earlier Engine was kClean and version() told a version, else `dirty`. If you don't know
+// the earlier Engine was kClean and version() was set, else `dirty`. If you don't know
 // whether the weights are whole, say `dirty`.
 //
 // With ConnectOptions::reattach a lease that is lost with its daemon is no error: Next() gives
@@ -53,8 +53,6 @@
 #include "transport/base/failure.h"
 
 namespace refitd::client {
-
-class SlotMemory;  // client/slot_memory.h
 
 using Delivery = refitd::DeliveryMode;
 using Weights = refitd::Weights;
@@ -92,7 +90,7 @@ struct EngineOptions {
   // (PERMISSION_DENIED). Empty: any owner's.
   std::string trainer_identity{};
   // The memory may hold no whole version, because an update of an earlier lease failed or its
-  // outcome was never heard. If you don't know whether the weights are whole, say dirty: the only
+  // outcome never came. If you don't know whether the weights are whole, say dirty: the only
   // cost is that the rank does not count as good before the next commit. Not with held_version
   // (INVALID_ARGUMENT).
   bool dirty = false;
@@ -101,31 +99,7 @@ struct EngineOptions {
 struct Prepare {
   Version version;
   std::chrono::milliseconds remaining{0};
-  int64_t tensor_count = 0;  // 0: not told
-};
-
-// A tensor, or a part of one, in a mapped slot: read-only, valid until Ack, Aborted, or Ready for a
-// later update. It lies at a multiple of its element size; at a multiple of 512 bytes only where
-// the daemon packed the slot, since in a slot that a trainer leased tensors lie where the trainer
-// put them. `data` is memory of ConnectOptions::device: on a GPU it is an address for kernels and
-// copies of this process on that GPU, and not for the host. The bytes are complete when Next gives
-// the part: no stream has to wait for them. Do not write there: a GPU does not prevent a write,
-// which would damage what other engines of the group on the same GPU load. If a rank is so late
-// that it was evicted, the bytes may change while it reads them; its weights are then dirty
-// whatever it loads.
-struct TensorView {
-  TensorSpec tensor;  // of the whole tensor
-  int64_t start = 0;  // first element carried, row-major
-  int64_t count = 0;  // elements carried
-  const char* data = nullptr;
-};
-
-struct Part {
-  Version version;
-  UpdateId update;  // tells the parts of two updates to one version apart
-  PartSeq part;
-  std::vector<TensorView> tensors;
-  std::shared_ptr<const SlotMemory> slots{};  // keeps the views' memory mapped
+  int64_t tensor_count = 0;  // 0: unknown
 };
 
 struct Committed {
@@ -159,7 +133,7 @@ struct Lost {
 // The client has attached again.
 struct Reattached {
   Weights weights = Weights::kClean;
-  std::optional<Version> held_version;  // the version that the daemon was told this rank holds
+  std::optional<Version> held_version;  // the version that this rank holds, as its hello named it
 };
 
 using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining, Lost, Reattached>;
@@ -188,7 +162,7 @@ class Engine : public SharesMemory {
   // update, which releases them all. (Parts that come after Fail are not handed out.)
   virtual absl::Status Ack(const Part& part) = 0;
   // Says that this rank can't go on with the update (its loader failed). Aborted follows. If the
-  // update was committed before the daemon heard of the failure, that Aborted is dirty and comes to
+  // update was committed before the failure reached the daemon, that Aborted is dirty and comes to
   // this rank alone.
   virtual absl::Status Fail(Version version, const std::string& reason) = 0;
 

@@ -9,7 +9,7 @@ bool EngineState::Running(Version version) const {
 }
 
 void EngineState::OnPrepare(Version version, UpdateId update) {
-  // The outcome of the update before was never told, so its weights can't count as good.
+  // No outcome of the update before came, so its weights can't count as clean.
   if (phase_ == Phase::kReady || phase_ == Phase::kFailed) settled_ = Weights::kDirty;
   phase_ = Phase::kPrepared;
   running_ = version;

@@ -52,7 +52,7 @@ EngineState At(const Reached& phase) {
   return state;
 }
 
-TEST_CASE("an engine serves what it held at attach until told otherwise") {
+TEST_CASE("an engine serves what it held at attach until it gets another outcome") {
   CHECK(EngineState(kOld).version() == kOld);
   CHECK(EngineState(kOld).weights() == Weights::kClean);
   CHECK_FALSE(EngineState(std::nullopt).version().has_value());

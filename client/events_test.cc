@@ -7,6 +7,8 @@
 #include <variant>
 #include <vector>
 
+#include "client/bucket.h"
+
 namespace refitd::client {
 namespace {
 

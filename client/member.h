@@ -101,8 +101,8 @@ struct Lease {
   }
 };
 
-// A member that attaches again, if it was told to. `Interface` is Trainer or Engine, `MemberLease`
-// a Lease. The destructor of a derived class calls StopReattaching first.
+// A member that attaches again after a loss, if its options say so. `Interface` is Trainer or
+// Engine, `MemberLease` a Lease. The destructor of a derived class calls StopReattaching first.
 template <typename Interface, typename MemberLease>
 class Member : public Interface {
  public:

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <exception>
 #include <optional>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -231,7 +230,7 @@ void ReadAhead(void* const* objects, int64_t index, int64_t count) {
   Prefetch(PointerAt(implementation, tensors.storage_at));
 }
 
-// Finds where the tensor's memory begins; false where that can't be told.
+// Finds where the tensor's memory begins; false where the tensor does not show it.
 bool AddressOf(void* tensor, int64_t* address) {
   const refit_python& tensors = Global().tensors;
   if (tensors.implementation_at > 0 && tensors.get_address != nullptr) {

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <initializer_list>
 #include <iterator>
 #include <new>
 #include <optional>
-#include <type_traits>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -139,6 +139,19 @@ refit_status Guarded(Body body) {
   } catch (const std::exception& error) {
     return Report(Error(absl::StatusCode::kInternal, "exception: {}", error.what()));
   }
+}
+
+struct Argument {
+  const void* value;
+  const char* name;
+};
+// The same where the arguments must not be null.
+template <typename Body>
+refit_status Guarded(std::initializer_list<Argument> needed, Body body) {
+  for (const Argument& argument : needed) {
+    if (argument.value == nullptr) return Report(Null(argument.name));
+  }
+  return Guarded(body);
 }
 
 std::function<void(absl::Status)> DoneOf(refit_done done, void* argument) {
@@ -496,8 +509,7 @@ refit_status refit_replace_group(const refit_connect_options* options) {
 }
 
 refit_status refit_trainer_attach(const refit_trainer_options* options, refit_trainer** trainer) {
-  return Guarded([&]() -> absl::Status {
-    if (trainer == nullptr) return Null("trainer");
+  return Guarded({{trainer, "trainer"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(const refit_trainer_options given, Read(options, "options"));
     client::TrainerOptions wanted;
     REFITD_ASSIGN_OR_RETURN(wanted.connect, ConnectOf(given.connect));
@@ -518,83 +530,62 @@ int32_t refit_trainer_reattachments(const refit_trainer* trainer) {
 }
 
 refit_status refit_trainer_group_version(const refit_trainer* trainer, int64_t* version) {
-  return Guarded([&] {
-    if (trainer == nullptr) return Null("trainer");
-    if (version == nullptr) return Null("version");
-    return GiveVersion(trainer->trainer->group_version(), version);
-  });
+  return Guarded({{trainer, "trainer"}, {version, "version"}},
+                 [&] { return GiveVersion(trainer->trainer->group_version(), version); });
 }
 
 refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, int32_t* outcome) {
-  client::UpdateOutcome told;
-  const refit_status status = Guarded([&]() -> absl::Status {
-    if (trainer == nullptr) return Null("trainer");
-    if (outcome == nullptr) return Null("outcome");
-    REFITD_ASSIGN_OR_RETURN(told, trainer->trainer->GetUpdate(Version(version)));
-    *outcome = told.kind;
-    return absl::OkStatus();
-  });
-  if (told.kind == client::UpdateOutcome::kAborted) NoteOutcome(told.reason, told.failure);
+  client::UpdateOutcome found;
+  const refit_status status =
+      Guarded({{trainer, "trainer"}, {outcome, "outcome"}}, [&]() -> absl::Status {
+        REFITD_ASSIGN_OR_RETURN(found, trainer->trainer->GetUpdate(Version(version)));
+        *outcome = found.kind;
+        return absl::OkStatus();
+      });
+  if (found.kind == client::UpdateOutcome::kAborted) NoteOutcome(found.reason, found.failure);
   return status;
 }
 
 refit_status refit_trainer_abort(refit_trainer* trainer, int64_t version, const char* reason) {
-  return Guarded([&] {
-    return trainer == nullptr ? Null("trainer")
-                              : trainer->trainer->Abort(Version(version), Text(reason));
-  });
+  return Guarded({{trainer, "trainer"}},
+                 [&] { return trainer->trainer->Abort(Version(version), Text(reason)); });
 }
 
 refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes,
                                       refit_region** region) {
-  return Guarded([&] {
-    if (trainer == nullptr) return Null("trainer");
-    if (region == nullptr) return Null("region");
+  return Guarded({{trainer, "trainer"}, {region, "region"}}, [&] {
     return Give(trainer->trainer->NewRegion(bytes), &refit_region::region, region);
   });
 }
 
 refit_status refit_trainer_add_memfd(refit_trainer* trainer, int descriptor, int64_t bytes,
                                      refit_region** region) {
-  return Guarded([&] {
-    if (trainer == nullptr) return Null("trainer");
-    if (region == nullptr) return Null("region");
-    return AddMemfd(trainer->trainer.get(), descriptor, bytes, region);
-  });
+  return Guarded({{trainer, "trainer"}, {region, "region"}},
+                 [&] { return AddMemfd(trainer->trainer.get(), descriptor, bytes, region); });
 }
 
 refit_status refit_trainer_add_cuda_block(refit_trainer* trainer, const void* ipc_handle,
                                           int64_t bytes, refit_region** region) {
-  return Guarded([&] {
-    if (trainer == nullptr) return Null("trainer");
-    if (region == nullptr) return Null("region");
-    return AddCudaBlock(trainer->trainer.get(), ipc_handle, bytes, region);
-  });
+  return Guarded({{trainer, "trainer"}, {region, "region"}},
+                 [&] { return AddCudaBlock(trainer->trainer.get(), ipc_handle, bytes, region); });
 }
 
 refit_status refit_trainer_add_cuda_vmm(refit_trainer* trainer, int descriptor, int64_t bytes,
                                         refit_region** region) {
-  return Guarded([&] {
-    if (trainer == nullptr) return Null("trainer");
-    if (region == nullptr) return Null("region");
-    return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, 0, region);
-  });
+  return Guarded({{trainer, "trainer"}, {region, "region"}},
+                 [&] { return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, 0, region); });
 }
 
 refit_status refit_trainer_add_cuda_vmm_at(refit_trainer* trainer, int descriptor, int64_t bytes,
                                            uint64_t address, refit_region** region) {
-  return Guarded([&] {
-    if (trainer == nullptr) return Null("trainer");
-    if (region == nullptr) return Null("region");
+  return Guarded({{trainer, "trainer"}, {region, "region"}}, [&] {
     return AddCudaVmm(trainer->trainer.get(), descriptor, bytes, address, region);
   });
 }
 
 refit_status refit_trainer_begin(refit_trainer* trainer, const refit_begin_options* options,
                                  refit_update** update) {
-  return Guarded([&]() -> absl::Status {
-    if (trainer == nullptr) return Null("trainer");
-    if (update == nullptr) return Null("update");
+  return Guarded({{trainer, "trainer"}, {update, "update"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(const client::BeginOptions wanted, BeginOptionsOf(options));
     return Give(trainer->trainer->Begin(wanted), &refit_update::update, update);
   });
@@ -611,9 +602,7 @@ int32_t refit_update_leasable_slots(const refit_update* update) {
 }
 
 refit_status refit_update_lease_slot(refit_update* update, int64_t wait_ms, refit_slot** slot) {
-  return Guarded([&] {
-    if (update == nullptr) return Null("update");
-    if (slot == nullptr) return Null("slot");
+  return Guarded({{update, "update"}, {slot, "slot"}}, [&] {
     return Give(update->update->LeaseSlot(std::chrono::milliseconds(wait_ms)), &refit_slot::slot,
                 slot);
   });
@@ -630,8 +619,7 @@ int64_t refit_slot_bytes(const refit_slot* slot) {
 void refit_slot_free(refit_slot* slot) { delete slot; }
 
 refit_status refit_update_push(refit_update* update, const refit_bucket* bucket) {
-  return Guarded([&]() -> absl::Status {
-    if (update == nullptr) return Null("update");
+  return Guarded({{update, "update"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
     return update->update->Push(std::move(wanted));
   });
@@ -639,8 +627,7 @@ refit_status refit_update_push(refit_update* update, const refit_bucket* bucket)
 
 refit_status refit_update_push_async(refit_update* update, const refit_bucket* bucket,
                                      refit_done done, void* argument) {
-  return Guarded([&]() -> absl::Status {
-    if (update == nullptr) return Null("update");
+  return Guarded({{update, "update"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
     update->update->PushAsync(std::move(wanted), DoneOf(done, argument));
     return absl::OkStatus();
@@ -653,8 +640,7 @@ refit_status refit_update_flush(refit_update* update) {
 
 refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
                                  refit_commit_result* result) {
-  return Guarded([&]() -> absl::Status {
-    if (update == nullptr) return Null("update");
+  return Guarded({{update, "update"}}, [&]() -> absl::Status {
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Commit(tensor_count));
     const absl::Status shown = Show(committed, result);
@@ -664,8 +650,7 @@ refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
 }
 
 refit_status refit_update_refit(refit_update* update, refit_commit_result* result) {
-  return Guarded([&]() -> absl::Status {
-    if (update == nullptr) return Null("update");
+  return Guarded({{update, "update"}}, [&]() -> absl::Status {
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, update->update->Refit());
     const absl::Status shown = Show(committed, result);
@@ -676,8 +661,7 @@ refit_status refit_update_refit(refit_update* update, refit_commit_result* resul
 
 refit_status refit_update_outcome(const refit_update* update, int32_t index, const char** instance,
                                   int32_t* committed, const char** reason) {
-  const refit_status status = Guarded([&]() -> absl::Status {
-    if (update == nullptr) return Null("update");
+  const refit_status status = Guarded({{update, "update"}}, [&] {
     return GiveOutcome(update->result.instances, index, instance, committed, reason);
   });
   if (status == REFIT_OK) NoteIfLost(update->result.instances[static_cast<size_t>(index)]);
@@ -688,8 +672,7 @@ refit_status refit_trainer_register(refit_trainer* trainer, const refit_tensor* 
                                     int64_t tensor_count, const refit_piece* pieces,
                                     int64_t piece_count, const int64_t* pushed,
                                     int64_t pushed_count) {
-  return Guarded([&]() -> absl::Status {
-    if (trainer == nullptr) return Null("trainer");
+  return Guarded({{trainer, "trainer"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(refitd::Layout layout,
                             LayoutOf(tensors, tensor_count, pieces, piece_count));
     REFITD_RETURN_IF_ERROR(SetPushed(pushed, pushed_count, &layout));
@@ -699,8 +682,7 @@ refit_status refit_trainer_register(refit_trainer* trainer, const refit_tensor* 
 
 refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_options* options,
                                  refit_commit_result* result) {
-  return Guarded([&]() -> absl::Status {
-    if (trainer == nullptr) return Null("trainer");
+  return Guarded({{trainer, "trainer"}}, [&]() -> absl::Status {
     REFITD_RETURN_IF_ERROR(CheckResult(result));
     REFITD_ASSIGN_OR_RETURN(const client::RefitOptions wanted, RefitOptionsOf(options));
     REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, trainer->trainer->Refit(wanted));
@@ -713,30 +695,26 @@ refit_status refit_trainer_refit(refit_trainer* trainer, const refit_refit_optio
 
 refit_status refit_trainer_outcome(const refit_trainer* trainer, int32_t index,
                                    const char** instance, int32_t* committed, const char** reason) {
-  client::InstanceOutcome told{"", true, ""};
-  const refit_status status = Guarded([&]() -> absl::Status {
-    if (trainer == nullptr) return Null("trainer");
+  client::InstanceOutcome found{"", true, ""};
+  const refit_status status = Guarded({{trainer, "trainer"}}, [&]() -> absl::Status {
     refitd::MutexLock lock(&trainer->mutex);
     REFITD_RETURN_IF_ERROR(
         GiveOutcome(trainer->result.instances, index, instance, committed, reason));
-    told = trainer->result.instances[static_cast<size_t>(index)];
+    found = trainer->result.instances[static_cast<size_t>(index)];
     return absl::OkStatus();
   });
-  NoteIfLost(told);
+  NoteIfLost(found);
   return status;
 }
 
 refit_status refit_update_left_out(const refit_update* update, int32_t index, const char** name) {
-  return Guarded([&]() -> absl::Status {
-    if (update == nullptr) return Null("update");
-    return GiveLeftOut(update->result.left_out, index, name);
-  });
+  return Guarded({{update, "update"}},
+                 [&] { return GiveLeftOut(update->result.left_out, index, name); });
 }
 
 refit_status refit_trainer_left_out(const refit_trainer* trainer, int32_t index,
                                     const char** name) {
-  return Guarded([&]() -> absl::Status {
-    if (trainer == nullptr) return Null("trainer");
+  return Guarded({{trainer, "trainer"}}, [&]() -> absl::Status {
     refitd::MutexLock lock(&trainer->mutex);
     return GiveLeftOut(trainer->result.left_out, index, name);
   });
@@ -752,8 +730,7 @@ refit_status refit_update_lost(refit_update* update) {
 }
 
 refit_status refit_engine_attach(const refit_engine_options* options, refit_engine** engine) {
-  return Guarded([&]() -> absl::Status {
-    if (engine == nullptr) return Null("engine");
+  return Guarded({{engine, "engine"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(const client::EngineOptions wanted, EngineOptionsOf(options));
     return Give(client::Engine::Attach(wanted), &refit_engine::engine, engine);
   });
@@ -762,45 +739,32 @@ refit_status refit_engine_attach(const refit_engine_options* options, refit_engi
 void refit_engine_free(refit_engine* engine) { delete engine; }
 
 refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_region** region) {
-  return Guarded([&] {
-    if (engine == nullptr) return Null("engine");
-    if (region == nullptr) return Null("region");
+  return Guarded({{engine, "engine"}, {region, "region"}}, [&] {
     return Give(engine->engine->NewRegion(bytes), &refit_region::region, region);
   });
 }
 
 refit_status refit_engine_add_memfd(refit_engine* engine, int descriptor, int64_t bytes,
                                     refit_region** region) {
-  return Guarded([&] {
-    if (engine == nullptr) return Null("engine");
-    if (region == nullptr) return Null("region");
-    return AddMemfd(engine->engine.get(), descriptor, bytes, region);
-  });
+  return Guarded({{engine, "engine"}, {region, "region"}},
+                 [&] { return AddMemfd(engine->engine.get(), descriptor, bytes, region); });
 }
 
 refit_status refit_engine_add_cuda_block(refit_engine* engine, const void* ipc_handle,
                                          int64_t bytes, refit_region** region) {
-  return Guarded([&] {
-    if (engine == nullptr) return Null("engine");
-    if (region == nullptr) return Null("region");
-    return AddCudaBlock(engine->engine.get(), ipc_handle, bytes, region);
-  });
+  return Guarded({{engine, "engine"}, {region, "region"}},
+                 [&] { return AddCudaBlock(engine->engine.get(), ipc_handle, bytes, region); });
 }
 
 refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int64_t bytes,
                                        refit_region** region) {
-  return Guarded([&] {
-    if (engine == nullptr) return Null("engine");
-    if (region == nullptr) return Null("region");
-    return AddCudaVmm(engine->engine.get(), descriptor, bytes, 0, region);
-  });
+  return Guarded({{engine, "engine"}, {region, "region"}},
+                 [&] { return AddCudaVmm(engine->engine.get(), descriptor, bytes, 0, region); });
 }
 
 refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
                                           uint64_t address, refit_region** region) {
-  return Guarded([&] {
-    if (engine == nullptr) return Null("engine");
-    if (region == nullptr) return Null("region");
+  return Guarded({{engine, "engine"}, {region, "region"}}, [&] {
     return AddCudaVmm(engine->engine.get(), descriptor, bytes, address, region);
   });
 }
@@ -808,8 +772,7 @@ refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, 
 refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
                                    int64_t tensor_count, const refit_piece* pieces,
                                    int64_t piece_count) {
-  return Guarded([&]() -> absl::Status {
-    if (engine == nullptr) return Null("engine");
+  return Guarded({{engine, "engine"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(refitd::Layout layout,
                             LayoutOf(tensors, tensor_count, pieces, piece_count));
     return engine->engine->Register(std::move(layout));
@@ -817,15 +780,14 @@ refit_status refit_engine_register(refit_engine* engine, const refit_tensor* ten
 }
 
 refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_event* event) {
-  const refit_status status = Guarded([&]() -> absl::Status {
-    if (engine == nullptr) return Null("engine");
-    if (event == nullptr) return Null("event");
-    // A bad structure is refused before an event is taken.
-    REFITD_RETURN_IF_ERROR(Write(refit_event{}, event, "event"));
-    REFITD_ASSIGN_OR_RETURN(engine->event,
-                            engine->engine->Next(std::chrono::milliseconds(timeout_ms)));
-    return Write(client::Show(engine->event, &engine->views), event, "event");
-  });
+  const refit_status status =
+      Guarded({{engine, "engine"}, {event, "event"}}, [&]() -> absl::Status {
+        // A bad structure is refused before an event is taken.
+        REFITD_RETURN_IF_ERROR(Write(refit_event{}, event, "event"));
+        REFITD_ASSIGN_OR_RETURN(engine->event,
+                                engine->engine->Next(std::chrono::milliseconds(timeout_ms)));
+        return Write(client::Show(engine->event, &engine->views), event, "event");
+      });
   if (status != REFIT_OK) return status;
   const auto* aborted = std::get_if<client::Aborted>(&engine->event);
   if (aborted != nullptr) NoteOutcome(aborted->reason, aborted->failure);
@@ -838,8 +800,7 @@ refit_status refit_engine_ready(refit_engine* engine, int64_t version) {
 }
 
 refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part) {
-  return Guarded([&] {
-    if (engine == nullptr) return Null("engine");
+  return Guarded({{engine, "engine"}}, [&] {
     client::Part acknowledged;
     acknowledged.update = refitd::UpdateId(update_id);
     acknowledged.part = refitd::PartSeq(part);
@@ -848,16 +809,12 @@ refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t 
 }
 
 refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason) {
-  return Guarded([&] {
-    return engine == nullptr ? Null("engine")
-                             : engine->engine->Fail(Version(version), Text(reason));
-  });
+  return Guarded({{engine, "engine"}},
+                 [&] { return engine->engine->Fail(Version(version), Text(reason)); });
 }
 
 refit_status refit_engine_hold(const refit_engine* engine, refit_hold** hold) {
-  return Guarded([&]() -> absl::Status {
-    if (engine == nullptr) return Null("engine");
-    if (hold == nullptr) return Null("hold");
+  return Guarded({{engine, "engine"}, {hold, "hold"}}, [&]() -> absl::Status {
     const auto* part = std::get_if<client::Part>(&engine->event);
     if (part == nullptr) {
       return Error(absl::StatusCode::kFailedPrecondition, "the engine's last event is no part");
@@ -872,8 +829,7 @@ refit_status refit_engine_hold(const refit_engine* engine, refit_hold** hold) {
 void refit_hold_free(refit_hold* hold) { delete hold; }
 
 refit_status refit_joiner_new(refit_joiner** joiner) {
-  return Guarded([&]() -> absl::Status {
-    if (joiner == nullptr) return Null("joiner");
+  return Guarded({{joiner, "joiner"}}, [&]() -> absl::Status {
     *joiner = std::make_unique<refit_joiner>().release();
     return absl::OkStatus();
   });
@@ -883,21 +839,19 @@ void refit_joiner_free(refit_joiner* joiner) { delete joiner; }
 
 refit_status refit_joiner_add(refit_joiner* joiner, const refit_engine* engine,
                               const refit_view** views, int64_t* view_count) {
-  return Guarded([&]() -> absl::Status {
-    if (joiner == nullptr) return Null("joiner");
-    if (engine == nullptr) return Null("engine");
-    if (views == nullptr) return Null("views");
-    if (view_count == nullptr) return Null("view_count");
-    const auto* part = std::get_if<client::Part>(&engine->event);
-    if (part == nullptr) {
-      return Error(absl::StatusCode::kFailedPrecondition, "the engine's last event is no part");
-    }
-    REFITD_ASSIGN_OR_RETURN(joiner->whole, joiner->joiner.Add(*part));
-    client::Show(joiner->whole, &joiner->views);
-    *views = joiner->views.data();
-    *view_count = static_cast<int64_t>(joiner->views.size());
-    return absl::OkStatus();
-  });
+  return Guarded(
+      {{joiner, "joiner"}, {engine, "engine"}, {views, "views"}, {view_count, "view_count"}},
+      [&]() -> absl::Status {
+        const auto* part = std::get_if<client::Part>(&engine->event);
+        if (part == nullptr) {
+          return Error(absl::StatusCode::kFailedPrecondition, "the engine's last event is no part");
+        }
+        REFITD_ASSIGN_OR_RETURN(joiner->whole, joiner->joiner.Add(*part));
+        client::Show(joiner->whole, &joiner->views);
+        *views = joiner->views.data();
+        *view_count = static_cast<int64_t>(joiner->views.size());
+        return absl::OkStatus();
+      });
 }
 
 void refit_joiner_reset(refit_joiner* joiner) {
@@ -918,11 +872,8 @@ int32_t refit_engine_reattachments(const refit_engine* engine) {
 }
 
 refit_status refit_engine_version(const refit_engine* engine, int64_t* version) {
-  return Guarded([&] {
-    if (engine == nullptr) return Null("engine");
-    if (version == nullptr) return Null("version");
-    return GiveVersion(engine->engine->version(), version);
-  });
+  return Guarded({{engine, "engine"}, {version, "version"}},
+                 [&] { return GiveVersion(engine->engine->version(), version); });
 }
 
 }  // extern "C"
@@ -930,8 +881,7 @@ refit_status refit_engine_version(const refit_engine* engine, int64_t* version) 
 // ---- packing ----
 
 refit_status refit_packer_new(const refit_packer* like, refit_packer** packer) {
-  return Guarded([&]() -> absl::Status {
-    if (packer == nullptr) return Null("packer");
+  return Guarded({{packer, "packer"}}, [&]() -> absl::Status {
     auto made = std::make_unique<refit_packer>();
     made->packer = std::make_shared<client::Packer>(
         like == nullptr ? std::make_shared<client::TensorTable>() : like->packer->known());
@@ -943,19 +893,16 @@ refit_status refit_packer_new(const refit_packer* like, refit_packer** packer) {
 void refit_packer_free(refit_packer* packer) { delete packer; }
 
 refit_status refit_packer_learn(refit_packer* packer, const refit_tensor* tensor, int64_t* number) {
-  return Guarded([&]() -> absl::Status {
-    if (packer == nullptr || tensor == nullptr || number == nullptr) {
-      return Null("packer, tensor or number");
-    }
-    REFITD_ASSIGN_OR_RETURN(refitd::TensorSpec spec, SpecOf(*tensor));
-    REFITD_ASSIGN_OR_RETURN(*number, packer->packer->known()->Learn(std::move(spec)));
-    return absl::OkStatus();
-  });
+  return Guarded(
+      {{packer, "packer"}, {tensor, "tensor"}, {number, "number"}}, [&]() -> absl::Status {
+        REFITD_ASSIGN_OR_RETURN(refitd::TensorSpec spec, SpecOf(*tensor));
+        REFITD_ASSIGN_OR_RETURN(*number, packer->packer->known()->Learn(std::move(spec)));
+        return absl::OkStatus();
+      });
 }
 
 refit_status refit_packer_begin(refit_packer* packer, void* data, int64_t bytes) {
-  return Guarded([&]() -> absl::Status {
-    if (packer == nullptr) return Null("packer");
+  return Guarded({{packer, "packer"}}, [&]() -> absl::Status {
     if (bytes < 0) {
       return InvalidField("bytes", "bytes is {}: it is negative", bytes);
     }
@@ -1007,8 +954,7 @@ void refit_packer_end(refit_packer* packer) {
 
 refit_status refit_packer_push(const refit_packer* packer, refit_update* update,
                                const refit_bucket* bucket, refit_done done, void* argument) {
-  return Guarded([&]() -> absl::Status {
-    if (packer == nullptr || update == nullptr) return Null("packer or update");
+  return Guarded({{packer, "packer"}, {update, "update"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
     REFITD_RETURN_IF_ERROR(AddPacked(*packer->packer, &wanted));
     update->update->PushAsync(std::move(wanted), DoneOf(done, argument));

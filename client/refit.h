@@ -103,7 +103,7 @@ typedef struct refit_suspect {
 /* What is known of weights in engines' memory: of one rank, or, in a failure, of all engines that
  * the update would have written. */
 enum {
-  REFIT_WEIGHTS_UNKNOWN = 0, /* an outcome was not heard (the rank counts as dirty), or the failure
+  REFIT_WEIGHTS_UNKNOWN = 0, /* an outcome did not come (the rank counts as dirty), or the failure
                                 is not of an update's end */
   REFIT_WEIGHTS_CLEAN = 1,   /* every engine holds its version, or what was loaded */
   REFIT_WEIGHTS_DIRTY = 2,   /* an engine was written in part, or attached as dirty: it holds no
@@ -379,8 +379,8 @@ typedef struct refit_begin_options {
   int64_t duration_ms; /* of the whole update; 0: the daemon's default */
   int32_t verification;
   int32_t evict_late;   /* not 0: evict late or failing instances instead of aborting */
-  int64_t tensor_count; /* of all ranks together; 0: not told, the commit may tell it */
-  int64_t total_bytes;  /* of all ranks together, for progress; 0: not told */
+  int64_t tensor_count; /* of all ranks together; 0: unknown, the commit may name it */
+  int64_t total_bytes;  /* of all ranks together, for progress; 0: unknown */
   int32_t broadcast;    /* the same on every rank that begins */
   /* Not 0: the registered layout has no part in this update, and the rank ends the update by
    * commit. */
@@ -484,7 +484,7 @@ typedef struct refit_commit_result {
 
 /* Waits for every push of this rank, then commits. REFIT_OK: every rank of every instance listed as
  * committed holds the version. `tensor_count`: as in refit_begin_options, for a caller that learns
- * it only by pushing; 0: not told. `result` may be NULL. */
+ * it only by pushing; 0: unknown. `result` may be NULL. */
 refit_status refit_update_commit(refit_update* update, int64_t tensor_count,
                                  refit_commit_result* result);
 /* Tells the outcome of instance `index` after a successful commit or refit. Strings live as long as
@@ -558,9 +558,9 @@ typedef struct refit_engine_options {
   int32_t has_held_version;
   int64_t held_version;
   /* Not 0: the memory may hold no whole version, because an update of an earlier lease failed there
-   * or its outcome was never heard. IF YOU DON'T KNOW WHETHER THE WEIGHTS ARE WHOLE, SAY DIRTY: the
+   * or its outcome never came. IF YOU DON'T KNOW WHETHER THE WEIGHTS ARE WHOLE, SAY DIRTY: the
    * daemon forgets a rank with its lease, and a new engine knows nothing of a freed engine. So
-   * attach anew with has_held_version if refit_engine_version() of the freed engine told a version,
+   * attach anew with has_held_version if refit_engine_version() of the freed engine gave a version,
    * and with dirty unless its refit_engine_weights() was REFIT_WEIGHTS_CLEAN. The rank stays dirty
    * until a commit. Not with has_held_version (REFIT_INVALID_ARGUMENT). */
   int32_t dirty;
@@ -648,7 +648,7 @@ typedef struct refit_event {
   int32_t dirty; /* ABORTED: the instance has no version until the next commit */
   int64_t version;
   int64_t remaining_ms; /* PREPARE: what remains of the update */
-  int64_t tensor_count; /* PREPARE: tensors that the update brings; 0: not told */
+  int64_t tensor_count; /* PREPARE: tensors that the update brings; 0: unknown */
   uint64_t update_id;   /* PART */
   int64_t part;         /* PART */
   int64_t view_count;   /* PART */
@@ -659,8 +659,7 @@ typedef struct refit_event {
    * incarnations can't be compared. An engine that comes back in another process tells both
    * (refit_engine_options). */
   uint64_t incarnation;
-  const char*
-      owner; /* COMMITTED: the identity that owns the group, told in the same way; else "" */
+  const char* owner; /* COMMITTED: the identity that owns the group; else "" */
   /* COMMITTED: the digest of this rank's registered memory, which an engine brings back with the
    * version; 0: the update did not read that memory back. */
   uint64_t digest;
@@ -679,7 +678,7 @@ refit_status refit_engine_ready(refit_engine* engine, int64_t version);
 refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part);
 /* Tells the daemon that this rank can't go on with the update. Parts not yet handed out are
  * dropped; parts already handed out must still be acknowledged. ABORTED follows. If the update was
- * committed before the daemon heard of the failure, that ABORTED is dirty and comes to this rank
+ * committed before the failure reached the daemon, that ABORTED is dirty and comes to this rank
  * alone. */
 refit_status refit_engine_fail(refit_engine* engine, int64_t version, const char* reason);
 

@@ -16,7 +16,7 @@ namespace {
 
 using refitd::Initialised;
 
-TEST_CASE("the last failure is told as data, into a structure of any size") {
+TEST_CASE("the last failure is copied as data into a structure of any size") {
   REQUIRE(refit_trainer_health(nullptr) == REFIT_INVALID_ARGUMENT);
   auto failure = Initialised<refit_failure>();
   REQUIRE(refit_last_failure(&failure) == REFIT_OK);

@@ -705,8 +705,8 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
 
 // The deadline of a call that lasts until the update has begun, or until its end.
 TimePoint CallDeadline(const Core& core, Duration duration) {
-  const bool told = duration != Duration::zero();
-  return After(told ? duration : core.default_duration) + core.connection->call_margin();
+  const bool given = duration != Duration::zero();
+  return After(given ? duration : core.default_duration) + core.connection->call_margin();
 }
 
 absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& options) {
@@ -772,8 +772,8 @@ absl::StatusOr<CommitResult> TrainerImpl::Refit(const RefitOptions& options) {
 template <typename Answer>
 absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
     const BeginningCall<Answer>& call) {
-  const bool told = call.duration != Duration::zero();
-  const TimePoint deadline = After(told ? call.duration : kDefaultDuration);
+  const bool given = call.duration != Duration::zero();
+  const TimePoint deadline = After(given ? call.duration : kDefaultDuration);
   Backoff backoff(seed_);
   std::shared_ptr<Core> lost;  // the lease that ended during the call
   absl::Status why;            // why it ended
@@ -789,8 +789,8 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
         std::optional<Answer> ended = call.ended(*core);
         if (ended.has_value()) return std::pair(*std::move(ended), std::move(core));
       }
-      // The group lives on, and the other ranks were told that this rank was lost, so they begin
-      // anew. If this call were made again, it would open an update without them.
+      // The group lives on, and the other ranks' update was aborted by this rank's loss, so they
+      // begin anew. If this call were made again, it would open an update without them.
       if (options_.world_size > 1) {
         return WithFailureOf(
             why, Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",

@@ -25,10 +25,10 @@
 // and Register wait for the new lease, also if the old lease ends while they run, and are then made
 // again; Begin and Refit wait for at most their own duration. If the group itself lived on (only a
 // daemon that had joined it, or the way to it, was gone) and has other trainer ranks, these ranks
-// were told ABORTED; a Begin or Refit that was under way here then ends with ABORTED too, and every
+// got ABORTED; a Begin or Refit that was under way here then ends with ABORTED too, and every
 // rank begins anew. A Refit that turns out to have committed when its lease ended returns OK, with
 // no instances in its result. If a Commit failed, the outcome of its update is not known: the
-// engines that heard of the commit hold the version, the others count as dirty. Begin a greater
+// engines that got Committed hold the version, the others count as dirty. Begin a greater
 // version, or ask GetUpdate if the daemon was not restarted.
 //
 // Without ConnectOptions::reattach the trainer does not attach again: after the lease ended, every
@@ -39,7 +39,6 @@
 
 #include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -60,8 +59,8 @@ struct BeginOptions {
   std::chrono::milliseconds duration{0};       // of the whole update; 0: the daemon's default
   std::optional<Verification> verification{};  // absent: the daemon's default
   bool evict_late = false;   // evict late or failing instances instead of aborting
-  int64_t tensor_count = 0;  // of all ranks together; 0: not told, Commit may tell it
-  int64_t total_bytes = 0;   // of all ranks together, for progress; 0: not told
+  int64_t tensor_count = 0;  // of all ranks together; 0: unknown, Commit may name it
+  int64_t total_bytes = 0;   // of all ranks together, for progress; 0: unknown
   // The way in which pushed buckets reach engines on several GPUs; the same on every rank that
   // begins. Methods other than kAuto and kDirect are refused unless trainer and engines are on GPUs
   // of one daemon (FAILED_PRECONDITION) that can move bytes in this way (UNIMPLEMENTED).
@@ -110,50 +109,6 @@ struct CommitResult {
   std::vector<std::string> left_out{};
 };
 
-// A staging slot to pack one bucket into. The slot is the daemon's again when the bucket was
-// pushed, or when this object is destroyed without a push. It is memory of ConnectOptions::device:
-// on a GPU `data` is an address for kernels and copies of this process on that GPU, and not for the
-// host; the device work that packs must have ended before the slot is pushed or given back.
-class LeasedSlot {
- public:
-  virtual ~LeasedSlot() = default;
-  virtual char* data() const = 0;
-  virtual int64_t bytes() const = 0;
-};
-
-// The argument of Push: tensors, whole or the parts given by `ranges`, and the place of their
-// bytes.
-struct Bucket {
-  std::vector<TensorSpec> tensors;
-  std::vector<TensorRange> ranges;  // empty: every tensor whole; else one range for each tensor
-  bool packed = false;
-  // Packed: where each tensor begins, in bytes from the buffer's start, a multiple of its element
-  // size; empty: the tensors lie back to back. A tensor may begin anywhere after the end of the
-  // tensor before it, and the buffer may be longer than where the last tensor ends.
-  std::vector<int64_t> byte_offsets;
-
-  // Exactly one of the following sources. In a region a packed buffer begins at a multiple of the
-  // element size of every tensor in it; if the tensors lie back to back, only of the first tensor's
-  // (the others may then be unaligned). A slot's start and inline bytes are aligned for every
-  // tensor; tensors that lie back to back in a slot must each fall on a multiple of their element
-  // size. An unpacked tensor lies at a multiple of its own element size.
-  // Packed: the buffer begins at region_offsets[0]; else tensor i begins at region_offsets[i].
-  std::shared_ptr<Region> region;
-  std::vector<int64_t> region_offsets;
-  std::unique_ptr<LeasedSlot> slot;  // packed
-  // Inline bytes, copied into the call: one span if packed, else one for each tensor, of exactly
-  // its bytes.
-  std::vector<std::span<const char>> bytes;
-
-  static Bucket Packed(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
-                       int64_t offset, std::vector<int64_t> byte_offsets = {});
-  static Bucket Unpacked(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
-                         std::vector<int64_t> offsets);
-  static Bucket Inline(std::vector<TensorSpec> tensors, std::vector<std::span<const char>> bytes);
-  static Bucket InSlot(std::vector<TensorSpec> tensors, std::unique_ptr<LeasedSlot> slot,
-                       std::vector<int64_t> byte_offsets);
-};
-
 // An open update: the only one of this rank (Begin refuses a second). Used by one thread at a time;
 // callbacks run on a thread of the client. Destroying it before Commit aborts the update that it
 // was made for, and no later update to the same version.
@@ -164,8 +119,8 @@ class Update {
   virtual int instances() const = 0;
   virtual int leasable_slots() const = 0;  // slots that this rank may hold at a time
 
-  // Hands a bucket over and waits until its source is no longer read; then only the caller uses the
-  // region again.
+  // Pushes a bucket, and waits until the daemon has read it. From then on the caller may write to
+  // the region again.
   virtual absl::Status Push(Bucket bucket) = 0;
   // Pushes without waiting for the end; blocks only while Limits.outstanding_buckets are
   // unanswered. `done` runs once, on a thread of the client, and must not call into this object,
@@ -182,7 +137,7 @@ class Update {
 
   // Waits for every push of this rank, then commits. OK means that every rank of every instance
   // listed as committed holds the version (P1). `tensor_count`: as BeginOptions::tensor_count, for
-  // a caller that learns it only by pushing; 0: not told.
+  // a caller that learns it only by pushing; 0: unknown.
   virtual absl::StatusOr<CommitResult> Commit(int64_t tensor_count = 0) = 0;
   // Takes the place of Commit if this rank registered its layout: waits for the pushes of the
   // layout's pushed_tensors, then moves all other tensors as Trainer::Refit does. It ends this
@@ -199,7 +154,7 @@ class Update {
 // The outcome of an update.
 struct UpdateOutcome {
   enum Kind : uint8_t { kUnknown, kRunning, kCommitted, kAborted };
-  // kUnknown: the daemon never heard of the update, has forgotten it, or it belongs to an
+  // kUnknown: the daemon never had the update, has forgotten it, or it belongs to an
   // incarnation that is gone, as every update from before a daemon's restart does.
   Kind kind = kUnknown;
   std::string reason;  // for people

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -177,6 +178,78 @@ class SharesMemory {
                                                                  int64_t bytes) = 0;
   virtual absl::StatusOr<std::shared_ptr<Region>> AddDeviceMemory(UniqueFd exported, int64_t bytes,
                                                                   uint64_t address) = 0;
+};
+
+// ---- what is pushed, and what loader engines get of it ----
+
+// A staging slot to pack one bucket into. The slot is the daemon's again when the bucket was
+// pushed, or when this object is destroyed without a push. It is memory of ConnectOptions::device:
+// on a GPU `data` is an address for kernels and copies of this process on that GPU, and not for the
+// host; the device work that packs must have ended before the slot is pushed or given back.
+class LeasedSlot {
+ public:
+  virtual ~LeasedSlot() = default;
+  virtual char* data() const = 0;
+  virtual int64_t bytes() const = 0;
+};
+
+// What a trainer pushes at a time: tensors, whole or the parts given by `ranges`, and the place of
+// their bytes.
+struct Bucket {
+  std::vector<TensorSpec> tensors;
+  std::vector<TensorRange> ranges;  // empty: every tensor whole; else one range for each tensor
+  bool packed = false;
+  // Packed: where each tensor begins, in bytes from the buffer's start, a multiple of its element
+  // size; empty: the tensors lie back to back. A tensor may begin anywhere after the end of the
+  // tensor before it, and the buffer may be longer than where the last tensor ends.
+  std::vector<int64_t> byte_offsets;
+
+  // Exactly one of the following sources. In a region a packed buffer begins at a multiple of the
+  // element size of every tensor in it; if the tensors lie back to back, only of the first tensor's
+  // (the others may then be unaligned). A slot's start and inline bytes are aligned for every
+  // tensor; tensors that lie back to back in a slot must each fall on a multiple of their element
+  // size. An unpacked tensor lies at a multiple of its own element size.
+  // Packed: the buffer begins at region_offsets[0]; else tensor i begins at region_offsets[i].
+  std::shared_ptr<Region> region;
+  std::vector<int64_t> region_offsets;
+  std::unique_ptr<LeasedSlot> slot;  // packed
+  // Inline bytes, copied into the call: one span if packed, else one for each tensor, of exactly
+  // its bytes.
+  std::vector<std::span<const char>> bytes;
+
+  static Bucket Packed(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
+                       int64_t offset, std::vector<int64_t> byte_offsets = {});
+  static Bucket Unpacked(std::vector<TensorSpec> tensors, std::shared_ptr<Region> region,
+                         std::vector<int64_t> offsets);
+  static Bucket Inline(std::vector<TensorSpec> tensors, std::vector<std::span<const char>> bytes);
+  static Bucket InSlot(std::vector<TensorSpec> tensors, std::unique_ptr<LeasedSlot> slot,
+                       std::vector<int64_t> byte_offsets);
+};
+
+class SlotMemory;  // client/slot_memory.h
+
+// A tensor, or a part of one, in a mapped slot: read-only, valid until Ack, Aborted, or Ready for a
+// later update. It lies at a multiple of its element size; at a multiple of 512 bytes only where
+// the daemon packed the slot, since in a slot that a trainer leased tensors lie where the trainer
+// put them. `data` is memory of ConnectOptions::device: on a GPU it is an address for kernels and
+// copies of this process on that GPU, and not for the host. The bytes are complete when Next gives
+// the part: no stream has to wait for them. Do not write there: a GPU does not prevent a write,
+// which would damage what other engines of the group on the same GPU load. If a rank is so late
+// that it was evicted, the bytes may change while it reads them; its weights are then dirty
+// whatever it loads.
+struct TensorView {
+  TensorSpec tensor;  // of the whole tensor
+  int64_t start = 0;  // first element carried, row-major
+  int64_t count = 0;  // elements carried
+  const char* data = nullptr;
+};
+
+struct Part {
+  Version version;
+  UpdateId update;  // tells the parts of two updates to one version apart
+  PartSeq part;
+  std::vector<TensorView> tensors;
+  std::shared_ptr<const SlotMemory> slots{};  // keeps the views' memory mapped
 };
 
 }  // namespace refitd::client

@@ -18,7 +18,7 @@
 #include <string_view>
 #include <utility>
 
-#include "daemon/config.pb.h"
+#include "absl/strings/escaping.h"
 #include "daemon/process/version.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
@@ -26,8 +26,6 @@
 namespace refitd {
 namespace {
 
-using config::RefitdConfig;
-using google::protobuf::EnumValueDescriptor;
 using google::protobuf::FieldDescriptor;
 using ProtoMessage = google::protobuf::Message;
 using google::protobuf::Reflection;
@@ -35,11 +33,14 @@ using google::protobuf::TextFormat;
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 
-// One setting: its flag `--name`, its variable REFITD_NAME, and its field in the file.
+// One setting: its flag `--name`, its variable REFITD_NAME, and its field in the file. A number
+// must be `least` to `most` (P10).
 struct Setting {
   const char* name;
   const char* field;
   const char* help;
+  int64_t least = std::numeric_limits<int64_t>::min();
+  int64_t most = std::numeric_limits<int64_t>::max();
 };
 
 constexpr std::array kSettings = {
@@ -60,37 +61,44 @@ constexpr std::array kSettings = {
     Setting{"log-file", "log.file", "file to append to; empty: stderr"},
     Setting{"default-duration-ms", "limits.default_duration_ms",
             "of an update whose Begin says none"},
-    Setting{"max-duration-ms", "limits.max_duration_ms", "that Begin may ask for"},
-    Setting{"ready-ms", "limits.ready_ms", "Prepare to Ready"},
-    Setting{"ack-ms", "limits.ack_ms", "a bucket to its acknowledgement"},
-    Setting{"idle-ms", "limits.idle_ms", "an update without any call"},
-    Setting{"lease-ms", "limits.lease_ms", "a leased slot not submitted"},
+    Setting{"max-duration-ms", "limits.max_duration_ms", "that Begin may ask for", 1, kMaxLimitMs},
+    Setting{"ready-ms", "limits.ready_ms", "Prepare to Ready", 1, kMaxLimitMs},
+    Setting{"ack-ms", "limits.ack_ms", "a bucket to its acknowledgement", 1, kMaxLimitMs},
+    Setting{"idle-ms", "limits.idle_ms", "an update without any call", 1, kMaxLimitMs},
+    Setting{"lease-ms", "limits.lease_ms", "a leased slot not submitted", 1, kMaxLimitMs},
     Setting{"compare-every", "limits.compare_every",
-            "versions in which all replicas are compared, a part each"},
-    Setting{"outstanding-buckets", "limits.outstanding_buckets", "unanswered buckets of a rank"},
+            "versions in which all replicas are compared, a part each", 1,
+            kMaxConfiguredCompareEvery},
+    Setting{"outstanding-buckets", "limits.outstanding_buckets", "unanswered buckets of a rank", 1,
+            kMaxConfiguredOutstanding},
     Setting{"inline-bytes", "limits.inline_bytes", "tensor bytes inside one call"},
-    Setting{"message-bytes", "limits.message_bytes", "of any gRPC message"},
-    Setting{"max-groups", "limits.max_groups", "groups of this daemon"},
-    Setting{"max-members", "limits.max_members", "members of all groups"},
-    Setting{"identity-groups", "limits.per_identity.groups", "that an identity made; 0: any"},
-    Setting{"identity-members", "limits.per_identity.members", "of an identity; 0: any"},
-    Setting{"identity-regions", "limits.per_identity.regions", "of an identity; 0: any"},
+    Setting{"message-bytes", "limits.message_bytes", "of any gRPC message",
+            kMinMessageBytes + kMessageOverheadBytes, kMaxMessageBytes},
+    Setting{"max-groups", "limits.max_groups", "groups of this daemon", 1, kMaxConfiguredGroups},
+    Setting{"max-members", "limits.max_members", "members of all groups", 1, kMaxConfiguredMembers},
+    Setting{"identity-groups", "limits.per_identity.groups", "that an identity made; 0: any", 0},
+    Setting{"identity-members", "limits.per_identity.members", "of an identity; 0: any", 0},
+    Setting{"identity-regions", "limits.per_identity.regions", "of an identity; 0: any", 0},
     Setting{"identity-pool-bytes", "limits.per_identity.pool_bytes",
-            "pools of the groups that an identity made; 0: any"},
+            "pools of the groups that an identity made; 0: any", 0},
     Setting{"identity-updates", "limits.per_identity.updates",
-            "running updates that an identity began; 0: any"},
+            "running updates that an identity began; 0: any", 0},
     Setting{"identity-mapped-bytes", "limits.per_identity.mapped_bytes",
-            "host memory of an identity's members, mapped; 0: any"},
+            "host memory of an identity's members, mapped; 0: any", 0},
     Setting{"identity-held-bytes", "limits.per_identity.held_bytes",
-            "layouts and inline bytes of an identity's members; 0: any"},
-    Setting{"group-idle-ms", "limits.group_idle_ms", "a group without a member is given up"},
-    Setting{"max-region-bytes", "limits.max_region_bytes", "of one region"},
+            "layouts and inline bytes of an identity's members; 0: any", 0},
+    Setting{"group-idle-ms", "limits.group_idle_ms", "a group without a member is given up", 1,
+            kMaxLimitMs},
+    Setting{"max-region-bytes", "limits.max_region_bytes", "of one region", kSlotBytesMultiple,
+            kMaxConfiguredRegionBytes},
     Setting{"mapped-bytes", "limits.mapped_bytes",
-            "host memory mapped for members; 0: four times the machine's"},
+            "host memory mapped for members; 0: four times the machine's", 0},
     Setting{"held-bytes", "limits.held_bytes",
-            "layouts and inline bytes of members; 0: a quarter of the machine's memory"},
-    Setting{"slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none"},
-    Setting{"slots", "staging.slots", "staging slots where a group says none"},
+            "layouts and inline bytes of members; 0: a quarter of the machine's memory", 0},
+    Setting{"slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none",
+            kMinSlotBytes, kMaxSlotBytes},
+    Setting{"slots", "staging.slots", "staging slots where a group says none", kMinConfiguredSlots,
+            kMaxConfiguredSlots},
     Setting{"max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
     Setting{"metrics-listen", "metrics.listen", "HOST:PORT that Prometheus scrapes; empty: off"},
     Setting{"metrics-insecure", "metrics.insecure", "allow metrics without TLS, true or false"},
@@ -107,22 +115,29 @@ constexpr std::array kSettings = {
             "network interface of the data plane: trusted where that is not encrypted"},
     Setting{"data-unencrypted", "data.unencrypted",
             "weights in the clear between daemons though there is TLS, true or false"},
-    Setting{"data-port", "data.port", "port of the data plane; 0: a free one"},
+    Setting{"data-port", "data.port", "port of the data plane; 0: a free one", 0, 65'535},
     Setting{"data-streams", "data.streams",
-            "connections of the data plane between two daemons; 0: the daemon chooses"},
-    Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost"},
+            "connections of the data plane between two daemons; 0: the daemon chooses", 0,
+            kMaxConfiguredStreams},
+    Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost",
+            kMinSilenceMs, kMaxLimitMs},
     Setting{"relay-slow-ms", "peers.relay_slow_ms",
-            "updates leave a daemon that holds them back for longer to catch-ups; 0: none"},
-    Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire"},
+            "updates leave a daemon that holds them back for longer to catch-ups; 0: none", 0,
+            kMaxLimitMs},
+    Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire", 1,
+            kMaxLimitMs},
     Setting{"readiness-ms", "peers.readiness_ms",
-            "instances' last known readiness counts for so long without the coordinator; 0: none"},
-    Setting{"copy-threads", "host.copy_threads",
-            "of the host transport; 0: one a core, at most 16"},
+            "instances' last known readiness counts for so long without the coordinator; 0: none",
+            0, kMaxLimitMs},
+    Setting{"copy-threads", "host.copy_threads", "of the host transport; 0: one a core, at most 16",
+            0, kMaxConfiguredCopyThreads},
     Setting{"cuda", "cuda.enabled", "serve GPU memory where there is a driver, true or false"},
-    Setting{"cuda-copy-blocks", "cuda.copy_blocks", "thread blocks of a copy kernel"},
-    Setting{"cuda-device-ms", "cuda.device_ms", "device work that takes longer has failed"},
+    Setting{"cuda-copy-blocks", "cuda.copy_blocks", "thread blocks of a copy kernel", 1,
+            kMaxConfiguredCopyBlocks},
+    Setting{"cuda-device-ms", "cuda.device_ms", "device work that takes longer has failed", 1,
+            kMaxLimitMs},
     Setting{"cuda-engine-bytes", "cuda.engine_bytes",
-            "contiguous pieces from this size on go to other GPUs by copy engines; 0: none"},
+            "contiguous pieces from this size on go to other GPUs by copy engines; 0: none", 0},
     Setting{"cuda-library", "cuda.library", "the driver: a name for the loader, or a path"},
     Setting{"cuda-nccl", "cuda.nccl", "load NCCL where there is a GPU, true or false"},
     Setting{"cuda-nccl-library", "cuda.nccl_library", "NCCL: a path; empty: searched for"},
@@ -140,8 +155,7 @@ std::string VariableOf(const Setting& setting) {
 // ---- text to fields ----
 
 // The message and field that `path` names.
-std::pair<ProtoMessage*, const FieldDescriptor*> Resolve(RefitdConfig* config,
-                                                         std::string_view path) {
+std::pair<ProtoMessage*, const FieldDescriptor*> Resolve(Config* config, std::string_view path) {
   ProtoMessage* message = config;
   for (;;) {
     const size_t dot = path.find('.');
@@ -183,104 +197,6 @@ absl::StatusOr<bool> ParseBool(std::string_view text) {
   return Error(kInvalid, "\"{}\" is neither true nor false", text);
 }
 
-template <typename T>
-absl::StatusOr<T> Narrow(int64_t number) {
-  if (number < static_cast<int64_t>(std::numeric_limits<T>::min()) ||
-      number > static_cast<int64_t>(std::numeric_limits<T>::max())) {
-    return Error(kInvalid, "{} is out of range", number);
-  }
-  return static_cast<T>(number);
-}
-
-absl::Status SetEnum(ProtoMessage* message, const FieldDescriptor* field, std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
-  const EnumValueDescriptor* value = field->enum_type()->FindValueByName(text);
-  if (value == nullptr) {
-    std::string known;
-    for (int i = 0; i < field->enum_type()->value_count(); ++i) {
-      known += (i == 0 ? "" : ", ") + field->enum_type()->value(i)->name();
-    }
-    return Error(kInvalid, "\"{}\" is none of {}", text, known);
-  }
-  message->GetReflection()->SetEnum(message, field, value);
-  return absl::OkStatus();
-}
-
-absl::Status SetScalar(ProtoMessage* message, const FieldDescriptor* field,
-                       const std::string& text) {
-  const Reflection* reflection = message->GetReflection();
-  switch (field->cpp_type()) {
-    case FieldDescriptor::CPPTYPE_STRING:
-      reflection->SetString(message, field, text);
-      return absl::OkStatus();
-    case FieldDescriptor::CPPTYPE_ENUM:
-      return SetEnum(message, field, text);
-    case FieldDescriptor::CPPTYPE_BOOL: {
-      REFITD_ASSIGN_OR_RETURN(const bool value, ParseBool(text));
-      reflection->SetBool(message, field, value);
-      return absl::OkStatus();
-    }
-    default:
-      break;
-  }
-  REFITD_ASSIGN_OR_RETURN(const int64_t number, ParseNumber(text, *field));
-  switch (field->cpp_type()) {
-    case FieldDescriptor::CPPTYPE_INT32: {
-      REFITD_ASSIGN_OR_RETURN(const int32_t value, Narrow<int32_t>(number));
-      reflection->SetInt32(message, field, value);
-      return absl::OkStatus();
-    }
-    case FieldDescriptor::CPPTYPE_UINT32: {
-      REFITD_ASSIGN_OR_RETURN(const uint32_t value, Narrow<uint32_t>(number));
-      reflection->SetUInt32(message, field, value);
-      return absl::OkStatus();
-    }
-    case FieldDescriptor::CPPTYPE_INT64:
-      reflection->SetInt64(message, field, number);
-      return absl::OkStatus();
-    default:
-      REFITD_CHECK(false);  // the schema has no other types
-  }
-}
-
-absl::Status AddElement(ProtoMessage* message, const FieldDescriptor* field,
-                        const std::string& text) {
-  const Reflection* reflection = message->GetReflection();
-  if (field->cpp_type() == FieldDescriptor::CPPTYPE_STRING) {
-    reflection->AddString(message, field, text);
-    return absl::OkStatus();
-  }
-  REFITD_CHECK(field->cpp_type() == FieldDescriptor::CPPTYPE_UINT32);
-  REFITD_ASSIGN_OR_RETURN(const int64_t number, ParseNumber(text, *field));
-  REFITD_ASSIGN_OR_RETURN(const uint32_t value, Narrow<uint32_t>(number));
-  reflection->AddUInt32(message, field, value);
-  return absl::OkStatus();
-}
-
-// Replaces the whole list; empty text makes an empty list.
-absl::Status SetList(ProtoMessage* message, const FieldDescriptor* field, std::string_view text) {
-  message->GetReflection()->ClearField(message, field);
-  while (!text.empty()) {
-    const size_t comma = std::min(text.find(','), text.size());
-    REFITD_RETURN_IF_ERROR(AddElement(message, field, std::string(text.substr(0, comma))));
-    text.remove_prefix(std::min(comma + 1, text.size()));
-  }
-  return absl::OkStatus();
-}
-
-// `where` names the variable or flag.
-absl::Status Apply(const Setting& setting, const std::string& text, std::string_view where,
-                   RefitdConfig* config) {
-  const auto [message, field] = Resolve(config, setting.field);
-  const absl::Status status =
-      field->is_repeated() ? SetList(message, field, text) : SetScalar(message, field, text);
-  if (status.ok()) return status;
-  return Error(kInvalid, "{} ({}): {}", where, setting.field, Message(status));
-}
-
-// ---- the file ----
-
 class FirstError : public google::protobuf::io::ErrorCollector {
  public:
   void AddError(int line, google::protobuf::io::ColumnNumber column,
@@ -295,6 +211,62 @@ class FirstError : public google::protobuf::io::ErrorCollector {
  private:
   std::string text_;
 };
+
+// `text`, of a flag or variable, as the file would say it.
+absl::StatusOr<std::string> InFile(std::string text, const FieldDescriptor& field) {
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_STRING) {
+    return fmt::format("\"{}\"", absl::CEscape(text));
+  }
+  if (field.cpp_type() == FieldDescriptor::CPPTYPE_BOOL) {
+    REFITD_ASSIGN_OR_RETURN(const bool value, ParseBool(text));
+    return value ? "true" : "false";
+  }
+  if (field.cpp_type() != FieldDescriptor::CPPTYPE_ENUM) {
+    REFITD_ASSIGN_OR_RETURN(const int64_t number, ParseNumber(text, field));
+    return std::to_string(number);
+  }
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  std::string known;
+  for (int i = 0; i < field.enum_type()->value_count(); ++i) {
+    if (field.enum_type()->value(i)->name() == text) return text;
+    known += (i == 0 ? "" : ", ") + field.enum_type()->value(i)->name();
+  }
+  return Error(kInvalid, "\"{}\" is none of {}", text, known);
+}
+
+// Sets the field, or adds an element to it.
+absl::Status Set(ProtoMessage* message, const FieldDescriptor* field, std::string text) {
+  REFITD_ASSIGN_OR_RETURN(const std::string value, InFile(std::move(text), *field));
+  FirstError error;  // without it, the parser would log
+  TextFormat::Parser parser;
+  parser.RecordErrorsTo(&error);
+  if (parser.ParseFieldValueFromString(value, field, message)) return absl::OkStatus();
+  return Error(kInvalid, "{} is out of range", value);
+}
+
+// Replaces the whole list; empty text makes an empty list.
+absl::Status SetList(ProtoMessage* message, const FieldDescriptor* field, std::string_view text) {
+  message->GetReflection()->ClearField(message, field);
+  while (!text.empty()) {
+    const size_t comma = std::min(text.find(','), text.size());
+    REFITD_RETURN_IF_ERROR(Set(message, field, std::string(text.substr(0, comma))));
+    text.remove_prefix(std::min(comma + 1, text.size()));
+  }
+  return absl::OkStatus();
+}
+
+// `where` names the variable or flag.
+absl::Status Apply(const Setting& setting, const std::string& text, std::string_view where,
+                   Config* config) {
+  const auto [message, field] = Resolve(config, setting.field);
+  const absl::Status status =
+      field->is_repeated() ? SetList(message, field, text) : Set(message, field, text);
+  if (status.ok()) return status;
+  return Error(kInvalid, "{} ({}): {}", where, setting.field, Message(status));
+}
+
+// ---- the file ----
 
 absl::StatusOr<std::string> ReadConfigFile(const std::string& path) {
   const UniqueFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
@@ -312,7 +284,7 @@ absl::StatusOr<std::string> ReadConfigFile(const std::string& path) {
   }
 }
 
-absl::Status ParseConfigFile(const std::string& path, RefitdConfig* config) {
+absl::Status ParseConfigFile(const std::string& path, Config* config) {
   REFITD_ASSIGN_OR_RETURN(const std::string text, ReadConfigFile(path));
   FirstError error;
   TextFormat::Parser parser;
@@ -330,10 +302,20 @@ absl::Status CheckRange(std::string_view field, int64_t value, int64_t least, in
   return Error(kInvalid, "{} is {}, must be {} to {}", field, value, least, most);
 }
 
-absl::Status CheckDuration(std::string_view field, int64_t ms) {
-  constexpr int64_t kMost =
-      std::chrono::duration_cast<std::chrono::milliseconds>(kMaxLimitDuration).count();
-  return CheckRange(field, ms, 1, kMost);
+absl::Status CheckNumbers(Config* config) {
+  for (const Setting& setting : kSettings) {
+    const auto [message, field] = Resolve(config, setting.field);
+    const Reflection& values = *message->GetReflection();
+    const auto check = [&setting = setting](int64_t value) {
+      return CheckRange(setting.field, value, setting.least, setting.most);
+    };
+    if (field->cpp_type() == FieldDescriptor::CPPTYPE_INT64) {
+      REFITD_RETURN_IF_ERROR(check(values.GetInt64(*message, field)));
+    } else if (field->cpp_type() == FieldDescriptor::CPPTYPE_INT32) {
+      REFITD_RETURN_IF_ERROR(check(values.GetInt32(*message, field)));
+    }
+  }
+  return absl::OkStatus();
 }
 
 // The kernel and gRPC take these values as C strings, which end at a zero byte: they would use
@@ -381,7 +363,7 @@ bool IsLoopback(std::string_view address) {
 // P9: TCP needs TLS, or `insecure`, which must be set explicitly.
 absl::Status CheckGrpcOverTcp(std::string_view field,
                               const google::protobuf::RepeatedPtrField<std::string>& addresses,
-                              const RefitdConfig& config) {
+                              const Config& config) {
   REFITD_RETURN_IF_ERROR(
       CheckRange(fmt::format("number of {}", field), addresses.size(), 0, kMaxTcpListeners));
   for (const std::string& address : addresses) {
@@ -397,11 +379,7 @@ absl::Status CheckGrpcOverTcp(std::string_view field,
   return absl::OkStatus();
 }
 
-TlsFiles FromProto(const RefitdConfig::Tls& tls) {
-  return {.certificate = tls.certificate(), .key = tls.key(), .roots = tls.roots()};
-}
-
-absl::Status CheckListen(const RefitdConfig::Listen& listen) {
+absl::Status CheckListen(const Config::Listen& listen) {
   if (listen.unix_path().empty() || listen.unix_path()[0] != '/') {
     return Error(kInvalid, "listen.unix_path is \"{}\", must be an absolute path",
                  listen.unix_path());
@@ -418,7 +396,7 @@ absl::Status CheckListen(const RefitdConfig::Listen& listen) {
   return absl::OkStatus();
 }
 
-absl::Status CheckMetrics(const RefitdConfig& config) {
+absl::Status CheckMetrics(const Config& config) {
   const std::string& address = config.metrics().listen();
   if (address.empty() && config.metrics().page()) {
     return Error(kInvalid, "metrics.page is true, but metrics.listen names no address to serve it");
@@ -426,7 +404,7 @@ absl::Status CheckMetrics(const RefitdConfig& config) {
   if (address.empty()) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(CheckTcpAddress("metrics.listen", address));
   if (config.listen().insecure() || config.metrics().insecure()) return absl::OkStatus();
-  if (!FromProto(config.tls()).empty()) return absl::OkStatus();
+  if (!TlsFilesOf(config).empty()) return absl::OkStatus();
   return Error(kInvalid,
                "metrics.listen \"{}\" has no TLS: anybody who reaches it could read the names of "
                "groups. Name certificates (tls), or accept that with --metrics-insecure "
@@ -434,9 +412,9 @@ absl::Status CheckMetrics(const RefitdConfig& config) {
                address);
 }
 
-absl::Status CheckTcp(const RefitdConfig& config) {
+absl::Status CheckTcp(const Config& config) {
   REFITD_RETURN_IF_ERROR(
-      CheckTlsFiles(FromProto(config.tls()), "tls.certificate", "tls.key", "tls.roots"));
+      CheckTlsFiles(TlsFilesOf(config), "tls.certificate", "tls.key", "tls.roots"));
   REFITD_RETURN_IF_ERROR(CheckGrpcOverTcp("listen.tcp", config.listen().tcp(), config));
   REFITD_RETURN_IF_ERROR(CheckGrpcOverTcp("peers.listen", config.peers().listen(), config));
   REFITD_RETURN_IF_ERROR(CheckMetrics(config));
@@ -448,63 +426,24 @@ absl::Status CheckTcp(const RefitdConfig& config) {
                identity);
 }
 
-absl::Status CheckPerIdentity(const RefitdConfig::Limits::PerIdentity& limits) {
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  for (const auto& [field, value] :
-       {std::pair("groups", limits.groups()), std::pair("members", limits.members()),
-        std::pair("regions", limits.regions()), std::pair("pool_bytes", limits.pool_bytes()),
-        std::pair("updates", limits.updates()), std::pair("mapped_bytes", limits.mapped_bytes()),
-        std::pair("held_bytes", limits.held_bytes())}) {
-    REFITD_RETURN_IF_ERROR(
-        CheckRange(fmt::format("limits.per_identity.{}", field), value, 0, kMost));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckAudit(const RefitdConfig::Audit& audit) {
+absl::Status CheckAudit(const Config::Audit& audit) {
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte("audit.file", audit.file()));
   if (audit.file().empty() || audit.file()[0] == '/') return absl::OkStatus();
   return Error(kInvalid, "audit.file is \"{}\", must be an absolute path", audit.file());
 }
 
-absl::Status CheckLimits(const RefitdConfig::Limits& limits) {
-  REFITD_RETURN_IF_ERROR(CheckDuration("limits.max_duration_ms", limits.max_duration_ms()));
+absl::Status CheckLimits(const Config::Limits& limits) {
   REFITD_RETURN_IF_ERROR(CheckRange("limits.default_duration_ms", limits.default_duration_ms(), 1,
                                     limits.max_duration_ms()));
-  REFITD_RETURN_IF_ERROR(CheckDuration("limits.ready_ms", limits.ready_ms()));
-  REFITD_RETURN_IF_ERROR(CheckDuration("limits.ack_ms", limits.ack_ms()));
-  REFITD_RETURN_IF_ERROR(CheckDuration("limits.idle_ms", limits.idle_ms()));
-  REFITD_RETURN_IF_ERROR(CheckDuration("limits.lease_ms", limits.lease_ms()));
-  REFITD_RETURN_IF_ERROR(CheckDuration("limits.group_idle_ms", limits.group_idle_ms()));
-  REFITD_RETURN_IF_ERROR(CheckRange("limits.outstanding_buckets", limits.outstanding_buckets(), 1,
-                                    kMaxConfiguredOutstanding));
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("limits.compare_every", limits.compare_every(), 1, kMaxConfiguredCompareEvery));
-  REFITD_RETURN_IF_ERROR(CheckRange("limits.message_bytes", limits.message_bytes(),
-                                    kMinMessageBytes + kMessageOverheadBytes, kMaxMessageBytes));
-  REFITD_RETURN_IF_ERROR(CheckRange("limits.inline_bytes", limits.inline_bytes(), 1,
-                                    limits.message_bytes() - kMessageOverheadBytes));
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("limits.max_groups", limits.max_groups(), 1, kMaxConfiguredGroups));
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("limits.max_members", limits.max_members(), 1, kMaxConfiguredMembers));
-  REFITD_RETURN_IF_ERROR(CheckRange("limits.max_region_bytes", limits.max_region_bytes(),
-                                    kSlotBytesMultiple, kMaxConfiguredRegionBytes));
-  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
-  REFITD_RETURN_IF_ERROR(CheckRange("limits.mapped_bytes", limits.mapped_bytes(), 0, kMost));
-  REFITD_RETURN_IF_ERROR(CheckRange("limits.held_bytes", limits.held_bytes(), 0, kMost));
-  return CheckPerIdentity(limits.per_identity());
+  return CheckRange("limits.inline_bytes", limits.inline_bytes(), 1,
+                    limits.message_bytes() - kMessageOverheadBytes);
 }
 
-absl::Status CheckStaging(const RefitdConfig::Staging& staging) {
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("staging.slot_bytes", staging.slot_bytes(), kMinSlotBytes, kMaxSlotBytes));
+absl::Status CheckStaging(const Config::Staging& staging) {
   if (staging.slot_bytes() % kSlotBytesMultiple != 0) {
     return Error(kInvalid, "staging.slot_bytes is {}, must be a multiple of {}",
                  staging.slot_bytes(), kSlotBytesMultiple);
   }
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("staging.slots", staging.slots(), kMinConfiguredSlots, kMaxConfiguredSlots));
   const int64_t one_pool = staging.slot_bytes() * staging.slots();
   if (staging.max_pool_bytes() < one_pool) {
     return Error(kInvalid,
@@ -528,7 +467,7 @@ absl::Status CheckAdvertise(const std::string& address) {
                address, kMaxBytes);
 }
 
-absl::Status CheckPeers(const RefitdConfig& config) {
+absl::Status CheckPeers(const Config& config) {
   constexpr std::string_view kAllowed =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
   if (config.daemon_id().size() > kMaxConfiguredDaemonId ||
@@ -536,7 +475,7 @@ absl::Status CheckPeers(const RefitdConfig& config) {
     return Error(kInvalid, "daemon_id is \"{}\", must be at most {} characters of [A-Za-z0-9._-]",
                  config.daemon_id(), kMaxConfiguredDaemonId);
   }
-  const RefitdConfig::Peers& peers = config.peers();
+  const Config::Peers& peers = config.peers();
   if (!peers.advertise().empty()) REFITD_RETURN_IF_ERROR(CheckAdvertise(peers.advertise()));
   constexpr size_t kMaxInterfaceBytes = 15;  // IFNAMSIZ less the end
   if (peers.interface().empty() || peers.interface().size() > kMaxInterfaceBytes ||
@@ -544,27 +483,10 @@ absl::Status CheckPeers(const RefitdConfig& config) {
     return Error(kInvalid, "peers.interface is \"{}\", must be the name of a network interface",
                  peers.interface());
   }
-  REFITD_RETURN_IF_ERROR(CheckDuration("peers.silence_ms", peers.silence_ms()));
-  REFITD_RETURN_IF_ERROR(CheckRange("peers.silence_ms", peers.silence_ms(), ToMillis(kMinSilence),
-                                    ToMillis(kMaxLimitDuration)));
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("peers.readiness_ms", peers.readiness_ms(), 0, ToMillis(kMaxLimitDuration)));
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("peers.relay_slow_ms", peers.relay_slow_ms(), 0, ToMillis(kMaxLimitDuration)));
-  return CheckDuration("peers.wire_ms", peers.wire_ms());
+  return absl::OkStatus();
 }
 
-absl::Status CheckData(const RefitdConfig::Data& data) {
-  REFITD_RETURN_IF_ERROR(CheckRange("data.port", data.port(), 0, 65'535));
-  return CheckRange("data.streams", data.streams(), 0, kMaxConfiguredStreams);
-}
-
-absl::Status CheckCuda(const RefitdConfig::Cuda& cuda) {
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("cuda.copy_blocks", cuda.copy_blocks(), 1, kMaxConfiguredCopyBlocks));
-  REFITD_RETURN_IF_ERROR(CheckDuration("cuda.device_ms", cuda.device_ms()));
-  REFITD_RETURN_IF_ERROR(
-      CheckRange("cuda.engine_bytes", cuda.engine_bytes(), 0, std::numeric_limits<int64_t>::max()));
+absl::Status CheckCuda(const Config::Cuda& cuda) {
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte("cuda.library", cuda.library()));
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte("cuda.nccl_library", cuda.nccl_library()));
   if (cuda.library().empty() || cuda.library().size() > kMaxCudaLibraryBytes) {
@@ -576,108 +498,23 @@ absl::Status CheckCuda(const RefitdConfig::Cuda& cuda) {
                cuda.nccl_library().size(), kMaxCudaLibraryBytes);
 }
 
-absl::Status CheckConfig(const RefitdConfig& config) {
-  REFITD_RETURN_IF_ERROR(CheckCuda(config.cuda()));
-  REFITD_RETURN_IF_ERROR(CheckPeers(config));
-  REFITD_RETURN_IF_ERROR(CheckData(config.data()));
-  REFITD_RETURN_IF_ERROR(CheckListen(config.listen()));
-  REFITD_RETURN_IF_ERROR(CheckLimits(config.limits()));
-  REFITD_RETURN_IF_ERROR(CheckStaging(config.staging()));
-  REFITD_RETURN_IF_ERROR(CheckTcp(config));
-  REFITD_RETURN_IF_ERROR(CheckNoZeroByte("log.file", config.log().file()));
-  REFITD_RETURN_IF_ERROR(CheckAudit(config.audit()));
-  return CheckRange("host.copy_threads", config.host().copy_threads(), 0,
-                    kMaxConfiguredCopyThreads);
-}
-
-// ---- between the file's message and Config ----
-
-Verification FromProto(RefitdConfig::Verification verification) {
-  switch (verification) {
-    case RefitdConfig::OFF:
-      return Verification::kOff;
-    case RefitdConfig::TRANSFER:
-      return Verification::kTransfer;
-    case RefitdConfig::READBACK:
-      return Verification::kReadback;
-  }
-  return Verification::kReadback;
-}
-
-RefitdConfig::Verification ToProto(Verification verification) {
-  switch (verification) {
-    case Verification::kOff:
-      return RefitdConfig::OFF;
-    case Verification::kTransfer:
-      return RefitdConfig::TRANSFER;
-    case Verification::kReadback:
-      return RefitdConfig::READBACK;
-  }
-  return RefitdConfig::READBACK;
-}
-
-LimitsConfig FromProto(const RefitdConfig::Limits& limits) {
-  using Ms = std::chrono::milliseconds;
-  return LimitsConfig{.default_duration = Ms(limits.default_duration_ms()),
-                      .max_duration = Ms(limits.max_duration_ms()),
-                      .ready = Ms(limits.ready_ms()),
-                      .ack = Ms(limits.ack_ms()),
-                      .idle = Ms(limits.idle_ms()),
-                      .lease = Ms(limits.lease_ms()),
-                      .outstanding_buckets = limits.outstanding_buckets(),
-                      .compare_every = limits.compare_every(),
-                      .inline_bytes = limits.inline_bytes(),
-                      .message_bytes = limits.message_bytes(),
-                      .max_groups = limits.max_groups(),
-                      .max_members = limits.max_members(),
-                      .max_region_bytes = limits.max_region_bytes(),
-                      .mapped_bytes = limits.mapped_bytes(),
-                      .held_bytes = limits.held_bytes(),
-                      .group_idle = Ms(limits.group_idle_ms()),
-                      .per_identity = {.groups = limits.per_identity().groups(),
-                                       .members = limits.per_identity().members(),
-                                       .regions = limits.per_identity().regions(),
-                                       .pool_bytes = limits.per_identity().pool_bytes(),
-                                       .updates = limits.per_identity().updates(),
-                                       .mapped_bytes = limits.per_identity().mapped_bytes(),
-                                       .held_bytes = limits.per_identity().held_bytes()}};
-}
-
-void ToProto(const LimitsConfig& limits, RefitdConfig::Limits* out) {
-  const auto ms = [](Duration duration) {
-    return std::chrono::duration_cast<std::chrono::milliseconds>(duration).count();
-  };
-  out->set_default_duration_ms(ms(limits.default_duration));
-  out->set_max_duration_ms(ms(limits.max_duration));
-  out->set_ready_ms(ms(limits.ready));
-  out->set_ack_ms(ms(limits.ack));
-  out->set_idle_ms(ms(limits.idle));
-  out->set_lease_ms(ms(limits.lease));
-  out->set_outstanding_buckets(limits.outstanding_buckets);
-  out->set_compare_every(limits.compare_every);
-  out->set_inline_bytes(limits.inline_bytes);
-  out->set_message_bytes(limits.message_bytes);
-  out->set_max_groups(limits.max_groups);
-  out->set_max_members(limits.max_members);
-  out->set_max_region_bytes(limits.max_region_bytes);
-  out->set_mapped_bytes(limits.mapped_bytes);
-  out->set_held_bytes(limits.held_bytes);
-  out->set_group_idle_ms(ms(limits.group_idle));
-  RefitdConfig::Limits::PerIdentity* const each = out->mutable_per_identity();
-  each->set_groups(limits.per_identity.groups);
-  each->set_members(limits.per_identity.members);
-  each->set_regions(limits.per_identity.regions);
-  each->set_pool_bytes(limits.per_identity.pool_bytes);
-  each->set_updates(limits.per_identity.updates);
-  each->set_mapped_bytes(limits.per_identity.mapped_bytes);
-  each->set_held_bytes(limits.per_identity.held_bytes);
+absl::Status CheckConfig(Config* config) {
+  REFITD_RETURN_IF_ERROR(CheckNumbers(config));
+  REFITD_RETURN_IF_ERROR(CheckCuda(config->cuda()));
+  REFITD_RETURN_IF_ERROR(CheckPeers(*config));
+  REFITD_RETURN_IF_ERROR(CheckListen(config->listen()));
+  REFITD_RETURN_IF_ERROR(CheckLimits(config->limits()));
+  REFITD_RETURN_IF_ERROR(CheckStaging(config->staging()));
+  REFITD_RETURN_IF_ERROR(CheckTcp(*config));
+  REFITD_RETURN_IF_ERROR(CheckNoZeroByte("log.file", config->log().file()));
+  return CheckAudit(config->audit());
 }
 
 // Role follows the file's enumerators, which begin with 1.
-static_assert(static_cast<int>(Role::kTrainer) + 1 == RefitdConfig::Rule::TRAINER);
-static_assert(static_cast<int>(Role::kPeer) + 1 == RefitdConfig::Rule::PEER);
+static_assert(static_cast<int>(Role::kTrainer) + 1 == Config::Rule::TRAINER);
+static_assert(static_cast<int>(Role::kPeer) + 1 == Config::Rule::PEER);
 
-PolicyRule FromProto(const RefitdConfig::Rule& in) {
+PolicyRule FromProto(const Config::Rule& in) {
   PolicyRule rule{.who = in.who(),
                   .roles = {},
                   .group = in.group(),
@@ -686,20 +523,6 @@ PolicyRule FromProto(const RefitdConfig::Rule& in) {
   for (const int role : in.role()) rule.roles.push_back(static_cast<Role>(role - 1));
   return rule;
 }
-
-void ToProto(const PolicyRule& rule, RefitdConfig::Rule* out) {
-  out->set_who(rule.who);
-  for (const Role role : rule.roles) {
-    out->add_role(static_cast<RefitdConfig::Rule::Role>(static_cast<int>(role) + 1));
-  }
-  out->set_group(rule.group);
-  out->set_any_owner(rule.any_owner);
-  out->set_owner(rule.owner);
-}
-
-// The enumerators of LogFormat and LogLevel follow the file's.
-static_assert(static_cast<int>(LogFormat::kJson) == RefitdConfig::Log::JSON);
-static_assert(static_cast<int>(LogLevel::kError) == RefitdConfig::Log::ERROR);
 
 // The kernel's name of the host, reduced to the characters of a daemon's id.
 std::string HostName() {
@@ -713,103 +536,20 @@ std::string HostName() {
   return id.substr(0, kMaxConfiguredDaemonId);
 }
 
-Config FromProto(const RefitdConfig& in) {
-  Config config;
-  config.daemon_id = in.daemon_id().empty() ? HostName() : in.daemon_id();
-  config.peers = PeersConfig{.advertise = in.peers().advertise(),
-                             .interface = in.peers().interface(),
-                             .silence = std::chrono::milliseconds(in.peers().silence_ms()),
-                             .wire = std::chrono::milliseconds(in.peers().wire_ms()),
-                             .listen = {in.peers().listen().begin(), in.peers().listen().end()},
-                             .identity = in.peers().identity(),
-                             .readiness = std::chrono::milliseconds(in.peers().readiness_ms()),
-                             .relay_slow = std::chrono::milliseconds(in.peers().relay_slow_ms())};
-  config.data = DataConfig{.unencrypted = in.data().unencrypted(),
-                           .port = static_cast<uint16_t>(in.data().port()),
-                           .streams = in.data().streams()};
-  config.tls = FromProto(in.tls());
-  config.listen = ListenConfig{.unix_path = in.listen().unix_path(),
-                               .unix_mode = in.listen().unix_mode(),
-                               .tcp = {in.listen().tcp().begin(), in.listen().tcp().end()},
-                               .insecure = in.listen().insecure()};
-  config.access.uids.assign(in.allowed_uids().begin(), in.allowed_uids().end());
-  config.access.gids.assign(in.allowed_gids().begin(), in.allowed_gids().end());
-  if (config.access.uids.empty()) {
-    config.access.uids = {0};
-    if (geteuid() != 0) config.access.uids.push_back(geteuid());
+// Sets every setting that is not set.
+void Complete(Config* config) {
+  if (config->daemon_id().empty()) config->set_daemon_id(HostName());
+  if (config->allowed_uids().empty()) {
+    config->add_allowed_uids(0);
+    if (geteuid() != 0) config->add_allowed_uids(geteuid());
   }
-  for (const RefitdConfig::Rule& rule : in.rule()) config.rules.push_back(FromProto(rule));
-  config.audit = {.file = in.audit().file(), .journal = in.audit().journal()};
-  config.log = LogConfig{.format = static_cast<LogFormat>(in.log().format()),
-                         .level = static_cast<LogLevel>(in.log().level()),
-                         .file = in.log().file()};
-  config.limits = FromProto(in.limits());
-  config.staging = StagingConfig{.slot_bytes = in.staging().slot_bytes(),
-                                 .slots = in.staging().slots(),
-                                 .max_pool_bytes = in.staging().max_pool_bytes()};
-  config.metrics = {.listen = in.metrics().listen(),
-                    .insecure = in.metrics().insecure(),
-                    .page = in.metrics().page()};
-  config.copy_threads = in.host().copy_threads();
-  config.cuda = CudaConfig{.enabled = in.cuda().enabled(),
-                           .copy_blocks = in.cuda().copy_blocks(),
-                           .device = std::chrono::milliseconds(in.cuda().device_ms()),
-                           .engine_bytes = in.cuda().engine_bytes(),
-                           .library = in.cuda().library(),
-                           .nccl = in.cuda().nccl(),
-                           .nccl_library = in.cuda().nccl_library()};
-  config.default_verification = FromProto(in.default_verification());
-  config.catch_ups = in.catch_ups();
-  return config;
-}
-
-RefitdConfig ToProto(const Config& config) {
-  RefitdConfig out;
-  out.set_daemon_id(config.daemon_id);
-  out.mutable_peers()->set_advertise(config.peers.advertise);
-  out.mutable_peers()->set_interface(config.peers.interface);
-  out.mutable_peers()->set_silence_ms(ToMillis(config.peers.silence));
-  out.mutable_peers()->set_wire_ms(ToMillis(config.peers.wire));
-  for (const std::string& address : config.peers.listen) out.mutable_peers()->add_listen(address);
-  out.mutable_peers()->set_identity(config.peers.identity);
-  out.mutable_peers()->set_readiness_ms(ToMillis(config.peers.readiness));
-  out.mutable_peers()->set_relay_slow_ms(ToMillis(config.peers.relay_slow));
-  out.mutable_data()->set_unencrypted(config.data.unencrypted);
-  out.mutable_data()->set_port(config.data.port);
-  out.mutable_data()->set_streams(config.data.streams);
-  out.mutable_tls()->set_certificate(config.tls.certificate);
-  out.mutable_tls()->set_key(config.tls.key);
-  out.mutable_tls()->set_roots(config.tls.roots);
-  out.mutable_listen()->set_unix_path(config.listen.unix_path);
-  out.mutable_listen()->set_unix_mode(config.listen.unix_mode);
-  for (const std::string& address : config.listen.tcp) out.mutable_listen()->add_tcp(address);
-  out.mutable_listen()->set_insecure(config.listen.insecure);
-  for (const uid_t uid : config.access.uids) out.add_allowed_uids(uid);
-  for (const gid_t gid : config.access.gids) out.add_allowed_gids(gid);
-  for (const PolicyRule& rule : config.rules) ToProto(rule, out.add_rule());
-  out.mutable_audit()->set_file(config.audit.file);
-  out.mutable_audit()->set_journal(config.audit.journal);
-  out.mutable_log()->set_format(static_cast<RefitdConfig::Log::Format>(config.log.format));
-  out.mutable_log()->set_level(static_cast<RefitdConfig::Log::Level>(config.log.level));
-  out.mutable_log()->set_file(config.log.file);
-  ToProto(config.limits, out.mutable_limits());
-  out.mutable_staging()->set_slot_bytes(config.staging.slot_bytes);
-  out.mutable_staging()->set_slots(config.staging.slots);
-  out.mutable_staging()->set_max_pool_bytes(config.staging.max_pool_bytes);
-  out.mutable_metrics()->set_listen(config.metrics.listen);
-  out.mutable_metrics()->set_insecure(config.metrics.insecure);
-  out.mutable_metrics()->set_page(config.metrics.page);
-  out.mutable_host()->set_copy_threads(config.copy_threads);
-  out.mutable_cuda()->set_enabled(config.cuda.enabled);
-  out.mutable_cuda()->set_copy_blocks(config.cuda.copy_blocks);
-  out.mutable_cuda()->set_device_ms(ToMillis(config.cuda.device));
-  out.mutable_cuda()->set_engine_bytes(config.cuda.engine_bytes);
-  out.mutable_cuda()->set_library(config.cuda.library);
-  out.mutable_cuda()->set_nccl(config.cuda.nccl);
-  out.mutable_cuda()->set_nccl_library(config.cuda.nccl_library);
-  out.set_default_verification(ToProto(config.default_verification));
-  out.set_catch_ups(config.catch_ups);
-  return out;
+  for (const Setting& setting : kSettings) {
+    const auto [message, field] = Resolve(config, setting.field);
+    if (field->is_repeated() || message->GetReflection()->HasField(*message, field)) continue;
+    std::string value;
+    TextFormat::PrintFieldValueToString(*message, field, /*index=*/-1, &value);
+    REFITD_CHECK(TextFormat::ParseFieldValueFromString(value, field, message));
+  }
 }
 
 class OctalPrinter : public TextFormat::FastFieldValuePrinter {
@@ -874,16 +614,16 @@ absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
 // Why daemons of other nodes are taken to have a part in this daemon's groups; empty: they have
 // none.
 std::string WhyLinked(const Config& config) {
-  const std::vector<std::string>& links =
-      config.peers.listen.empty() ? config.listen.tcp : config.peers.listen;
+  const auto& links =
+      config.peers().listen().empty() ? config.listen().tcp() : config.peers().listen();
   const auto beyond = std::find_if_not(links.begin(), links.end(), IsLoopback);
   if (beyond != links.end()) return fmt::format("links are taken on {}", *beyond);
-  if (!links.empty() || config.peers.identity.empty()) return "";
-  return fmt::format("other daemons are {} (peers.identity)", config.peers.identity);
+  if (!links.empty() || config.peers().identity().empty()) return "";
+  return fmt::format("other daemons are {} (peers.identity)", config.peers().identity());
 }
 
 std::vector<std::string> WarningsOf(const Config& config) {
-  if (config.peers.interface != kLoopbackInterface) return {};
+  if (config.peers().interface() != kLoopbackInterface) return {};
   const std::string why = WhyLinked(config);
   if (why.empty()) return {};
   return {
@@ -894,11 +634,11 @@ std::vector<std::string> WarningsOf(const Config& config) {
 
 }  // namespace
 
-absl::StatusOr<Config> ConfigOf(const RefitdConfig& settings) {
-  REFITD_RETURN_IF_ERROR(CheckConfig(settings));
-  Config config = FromProto(settings);
-  REFITD_RETURN_IF_ERROR(Policy::Make(PolicySettingsOf(config)).status());
-  return config;
+absl::StatusOr<Config> ConfigOf(Config settings) {
+  Complete(&settings);
+  REFITD_RETURN_IF_ERROR(CheckConfig(&settings));
+  REFITD_RETURN_IF_ERROR(Policy::Make(PolicySettingsOf(settings)).status());
+  return settings;
 }
 
 absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
@@ -908,7 +648,7 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
   invocation.print = line.help;
   if (invocation.print) return invocation;
 
-  RefitdConfig config;
+  Config config;
   invocation.source = line.config_file;
   if (const auto found = environment.find("REFITD_CONFIG");
       invocation.source.empty() && found != environment.end()) {
@@ -928,7 +668,7 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
     REFITD_RETURN_IF_ERROR(
         Apply(kSettings[i], line.values[i], std::string("--") + kSettings[i].name, &config));
   }
-  REFITD_ASSIGN_OR_RETURN(invocation.config, ConfigOf(config));
+  REFITD_ASSIGN_OR_RETURN(invocation.config, ConfigOf(std::move(config)));
   invocation.warnings = WarningsOf(invocation.config);
   if (line.validate) invocation.print = FormatConfig(invocation.config);
   return invocation;
@@ -946,30 +686,37 @@ absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
   return LoadConfig(std::vector<std::string>(argv + std::min(argc, 1), argv + argc), environment);
 }
 
+TlsFiles TlsFilesOf(const Config& config) {
+  const Config::Tls& tls = config.tls();
+  return {.certificate = tls.certificate(), .key = tls.key(), .roots = tls.roots()};
+}
+
 PolicySettings PolicySettingsOf(const Config& config) {
-  return {.rules = config.rules,
-          .uids = config.access.uids,
-          .gids = config.access.gids,
-          .peers = config.peers.identity,
-          .tls = !config.tls.empty(),
-          .insecure = config.listen.insecure};
+  PolicySettings settings{.rules = {},
+                          .uids = {config.allowed_uids().begin(), config.allowed_uids().end()},
+                          .gids = {config.allowed_gids().begin(), config.allowed_gids().end()},
+                          .peers = config.peers().identity(),
+                          .tls = !TlsFilesOf(config).empty(),
+                          .insecure = config.listen().insecure()};
+  for (const Config::Rule& rule : config.rule()) settings.rules.push_back(FromProto(rule));
+  return settings;
 }
 
 std::string FormatConfig(const Config& config) {
   TextFormat::Printer printer;
-  const FieldDescriptor* mode = RefitdConfig::Listen::descriptor()->FindFieldByName("unix_mode");
+  const FieldDescriptor* mode = Config::Listen::descriptor()->FindFieldByName("unix_mode");
   // The printer takes ownership if registering returns true.
   auto octal = std::make_unique<OctalPrinter>();
   if (printer.RegisterFieldValuePrinter(mode, octal.get())) {
     [[maybe_unused]] const auto* owned = octal.release();
   }
   std::string text;
-  printer.PrintToString(ToProto(config), &text);
+  printer.PrintToString(config, &text);
   return text;
 }
 
-int StreamsOf(const DataConfig& data, bool encrypted, unsigned processors) {
-  if (data.streams != 0) return data.streams;
+int StreamsOf(const Config::Data& data, bool encrypted, unsigned processors) {
+  if (data.streams() != 0) return data.streams();
   if (!encrypted) return 1;
   return static_cast<int>(std::clamp<unsigned>(processors / 2, 1, kMaxChosenStreams));
 }

@@ -3,7 +3,7 @@
 //
 // LoadConfig checks everything that it returns (P10): every number is within its named limit, and
 // TCP without TLS was explicitly asked for (P9). Pure, except for reading the file and the
-// process's own user id. Config is a plain value.
+// process's own user id.
 #ifndef REFITD_DAEMON_CONFIG_H_
 #define REFITD_DAEMON_CONFIG_H_
 
@@ -14,21 +14,16 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "daemon/config.pb.h"
 #include "daemon/policy/policy.h"
-#include "daemon/policy/quota.h"
-#include "daemon/process/audit_log.h"
-#include "daemon/process/log.h"
-#include "daemon/sockets/peer_credentials.h"
-#include "proto/peer_defaults.h"
-#include "transport/base/ids.h"
 #include "transport/tls/certificates.h"
-#include "transport/transport.h"
 
 namespace refitd {
 
-namespace config {
-class RefitdConfig;  // the message of daemon/config.proto
-}
+// The settings; config.proto has their units and defaults. In those that the functions below
+// return, every setting is set: daemon_id is by default the host's name, and allowed_uids are the
+// daemon's own user and root.
+using Config = config::RefitdConfig;
 
 // The exit codes of refitd.
 enum ExitCode : int {
@@ -39,8 +34,8 @@ enum ExitCode : int {
 };
 
 // Limits of the settings.
-inline constexpr Duration kMaxLimitDuration = std::chrono::hours(24);  // of any wait
-inline constexpr int64_t kSlotBytesMultiple = 4096;                    // a page
+inline constexpr int64_t kMaxLimitMs = 24 * 3'600'000;  // of any wait
+inline constexpr int64_t kSlotBytesMultiple = 4096;     // a page
 // Below this size, a part costs more than the copying of its bytes.
 inline constexpr int64_t kMinSlotBytes = 64 << 10;
 inline constexpr int64_t kMaxSlotBytes = int64_t{16} << 30;
@@ -65,109 +60,11 @@ inline constexpr char kLoopbackInterface[] = "lo";
 inline constexpr int64_t kMaxConfigFileBytes = 1 << 20;
 inline constexpr size_t kMaxConfiguredDaemonId = 128;  // as kMaxDaemonIdBytes of a group
 // The shortest limit of silence that can be set; pings are sent four times within the limit.
-inline constexpr Duration kMinSilence = std::chrono::milliseconds(100);
-
-struct ListenConfig {
-  std::string unix_path = "/run/refitd/refitd.sock";
-  mode_t unix_mode = 0660;
-  std::vector<std::string> tcp;  // "HOST:PORT", host numeric or "localhost"; IPv6 in brackets
-  bool insecure = false;         // TCP without TLS is allowed, links too
-  bool operator==(const ListenConfig&) const = default;
-};
-
-struct LimitsConfig {
-  Duration default_duration = std::chrono::seconds(120);  // if Begin names none
-  Duration max_duration = std::chrono::hours(1);
-  Duration ready = std::chrono::seconds(30);  // from Prepare to Ready
-  Duration ack = std::chrono::seconds(30);    // from bucket to acknowledgement
-  Duration idle = std::chrono::seconds(30);   // an update without a call
-  Duration lease = std::chrono::seconds(30);  // a leased slot that is not submitted
-  int outstanding_buckets = 256;              // per trainer rank
-  int compare_every = 32;                     // a full comparison takes this many versions
-  int64_t inline_bytes = 4 << 20;             // inside one call
-  int64_t message_bytes = 8 << 20;            // of any gRPC message
-  int max_groups = 64;
-  int max_members = 4096;                       // of all groups
-  int64_t max_region_bytes = int64_t{1} << 44;  // of one region
-  int64_t mapped_bytes = 0;  // host memory of members, mapped; 0: four times the machine's
-  int64_t held_bytes = 0;    // layouts, inline bytes; 0: a quarter of the machine's memory
-  Duration group_idle = std::chrono::minutes(10);  // a group without a member
-  IdentityLimits per_identity;
-  bool operator==(const LimitsConfig&) const = default;
-};
-
-struct StagingConfig {
-  int64_t slot_bytes = 64 << 20;               // if a group's spec names none
-  int slots = 4;                               // if a group's spec names none
-  int64_t max_pool_bytes = int64_t{16} << 30;  // of all groups
-  bool operator==(const StagingConfig&) const = default;
-};
-
-struct MetricsConfig {
-  std::string listen;  // "HOST:PORT" as of ListenConfig::tcp; empty: off
-  // `listen` has no TLS, even if there are certificates. Without certificates, this or
-  // ListenConfig::insecure must be set.
-  bool insecure = false;
-  bool page = false;  // `listen` also serves the page (page.h)
-  bool operator==(const MetricsConfig&) const = default;
-};
-
-struct PeersConfig {
-  std::string advertise;  // HOST:PORT; empty: the address that the daemon listens on
-  std::string interface = kLoopbackInterface;  // of the data plane; trusted (P9)
-  Duration silence = kDefaultSilence;
-  Duration wire = kDefaultWireLimit;
-  std::vector<std::string> listen;  // for links alone; empty: ListenConfig::tcp takes links too
-  std::string identity;  // a pattern (CheckIdentityPattern); empty: only rules let daemons join
-  // How long the readiness that was known last counts without the coordinator; 0: not at all.
-  Duration readiness = kDefaultReadiness;
-  Duration relay_slow{};  // a daemon that holds updates back for longer is slow; 0: none is
-  bool operator==(const PeersConfig&) const = default;
-};
-
-// The data plane over host memory.
-struct DataConfig {
-  bool unencrypted = false;  // weights go in the clear although there is TLS
-  uint16_t port = 0;         // where the data plane listens; 0: a free port
-  int streams = 0;           // connections between two daemons; 0: the daemon chooses
-  bool operator==(const DataConfig&) const = default;
-};
+inline constexpr int64_t kMinSilenceMs = 100;
 
 // Returns data.streams, or what the daemon chooses in its place. `encrypted`: whether the data
 // plane is under TLS, where each stream has a thread. `processors`: of this host; 0: unknown.
-int StreamsOf(const DataConfig& data, bool encrypted, unsigned processors);
-
-struct CudaConfig {
-  bool enabled = true;
-  int copy_blocks = 64;                        // thread blocks of a copy kernel
-  Duration device = std::chrono::seconds(60);  // longer device work counts as failed
-  // Pieces of at least this size are moved by copy engines; 0: no piece is.
-  int64_t engine_bytes = 2 << 20;
-  std::string library = "libcuda.so.1";  // a name or path for dlopen
-  bool nccl = true;
-  std::string nccl_library;  // a name or path for dlopen; empty: searched for
-  bool operator==(const CudaConfig&) const = default;
-};
-
-struct Config {
-  std::string daemon_id;  // always set; by default the host's name
-  ListenConfig listen;
-  AccessRule access;  // always set; by default the daemon's own user and root
-  LogConfig log;
-  LimitsConfig limits;
-  StagingConfig staging;
-  PeersConfig peers;
-  DataConfig data;
-  MetricsConfig metrics;
-  CudaConfig cuda;
-  TlsFiles tls;
-  std::vector<PolicyRule> rules;
-  AuditConfig audit;
-  int copy_threads = 0;  // host transport; 0: one for each core, at most 16
-  Verification default_verification = Verification::kReadback;
-  bool catch_ups = true;  // late instances get the version from clean ones
-  bool operator==(const Config&) const = default;
-};
+int StreamsOf(const Config::Data& data, bool encrypted, unsigned processors);
 
 // A parsed command line.
 struct Invocation {
@@ -190,9 +87,11 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
 absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
                                       const char* const* environ);
 
-// Checks the settings as LoadConfig does, and converts them. INVALID_ARGUMENT names field and
+// Completes the settings, and checks them as LoadConfig does. INVALID_ARGUMENT names field and
 // value.
-absl::StatusOr<Config> ConfigOf(const config::RefitdConfig& settings);
+absl::StatusOr<Config> ConfigOf(Config settings);
+
+TlsFiles TlsFilesOf(const Config& config);
 
 // The settings of the policy. LoadConfig has checked that they make a policy.
 PolicySettings PolicySettingsOf(const Config& config);

@@ -1,5 +1,6 @@
 #include "daemon/config.h"
 
+#include <google/protobuf/util/message_differencer.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,8 +9,8 @@
 #include <fstream>
 #include <sstream>
 
-#include "daemon/config.pb.h"
 #include "daemon/test_util.h"
+#include "proto/peer_defaults.h"
 
 namespace refitd {
 namespace {
@@ -38,19 +39,25 @@ TEST_CASE("Without file, variables and flags every setting has its documented de
   const auto loaded = Load({});
   REQUIRE(loaded.ok());
   CHECK_FALSE(loaded->print.has_value());
-  Config expected;
-  expected.access.uids = {0};
-  if (geteuid() != 0) expected.access.uids.push_back(geteuid());
+  Config expected;  // whose accessors give the defaults of config.proto
+  expected.add_allowed_uids(0);
+  if (geteuid() != 0) expected.add_allowed_uids(geteuid());
   // By default the daemon's id is the host's name.
-  CHECK_FALSE(loaded->config.daemon_id.empty());
-  expected.daemon_id = loaded->config.daemon_id;
-  CHECK(loaded->config == expected);
+  CHECK_FALSE(loaded->config.daemon_id().empty());
+  expected.set_daemon_id(loaded->config.daemon_id());
+  CHECK(google::protobuf::util::MessageDifferencer::Equivalent(loaded->config, expected));
+  CHECK_THAT(FormatConfig(loaded->config), Catch::Contains("default_duration_ms: 120000") &&
+                                               Catch::Contains("default_verification: READBACK"));
+  const Config::Peers& peers = loaded->config.peers();
+  CHECK(std::chrono::milliseconds(peers.silence_ms()) == kDefaultSilence);
+  CHECK(std::chrono::milliseconds(peers.wire_ms()) == kDefaultWireLimit);
+  CHECK(std::chrono::milliseconds(peers.readiness_ms()) == kDefaultReadiness);
 }
 
 TEST_CASE("By default a lost coordinator is noticed within 6 s") {
   const auto loaded = Load({});
   REQUIRE(loaded.ok());
-  CHECK(loaded->config.peers.silence <= std::chrono::seconds(6));
+  CHECK(loaded->config.peers().silence_ms() <= 6000);
 }
 
 TEST_CASE("Flags win over variables and variables over the file") {
@@ -71,15 +78,16 @@ TEST_CASE("Flags win over variables and variables over the file") {
   REQUIRE(loaded.ok());
   const Config& config = loaded->config;
   CHECK(loaded->source == file);
-  CHECK(config.listen.unix_path == "/tmp/file.sock");
-  CHECK(config.listen.unix_mode == 0600);
-  CHECK(config.listen.tcp == std::vector<std::string>{"localhost:7"});
-  CHECK(config.limits.ready == std::chrono::seconds(3));
-  CHECK(config.limits.ack == std::chrono::milliseconds(2500));
-  CHECK(config.staging.slots == 8);
-  CHECK(config.staging.slot_bytes == 1 << 20);
-  CHECK(config.log.format == LogFormat::kJson);
-  CHECK(config.log.level == LogLevel::kDebug);
+  CHECK(config.listen().unix_path() == "/tmp/file.sock");
+  CHECK(config.listen().unix_mode() == 0600);
+  REQUIRE(config.listen().tcp_size() == 1);
+  CHECK(config.listen().tcp(0) == "localhost:7");
+  CHECK(config.limits().ready_ms() == 3000);
+  CHECK(config.limits().ack_ms() == 2500);
+  CHECK(config.staging().slots() == 8);
+  CHECK(config.staging().slot_bytes() == 1 << 20);
+  CHECK(config.log().format() == Config::Log::JSON);
+  CHECK(config.log().level() == Config::Log::DEBUG);
 }
 
 TEST_CASE("A zero byte inside a path or an address is refused, not cut off there") {
@@ -95,7 +103,7 @@ TEST_CASE("A zero byte inside a path or an address is refused, not cut off there
 TEST_CASE("REFITD_CONFIG names the file unless a flag does") {
   const TempFolder folder;
   const std::string file = WriteFile(folder, "staging { slots: 5 }");
-  CHECK(Load({}, {{"REFITD_CONFIG", file}})->config.staging.slots == 5);
+  CHECK(Load({}, {{"REFITD_CONFIG", file}})->config.staging().slots() == 5);
   CHECK(Load({"--config", "/does/not/exist"}, {{"REFITD_CONFIG", file}}).status().code() ==
         absl::StatusCode::kNotFound);
 }
@@ -106,8 +114,8 @@ TEST_CASE("Main's arguments and environment are taken as they are") {
                                nullptr};
   const auto loaded = LoadConfig(3, argv, environment);
   REQUIRE(loaded.ok());
-  CHECK(loaded->config.staging.slots == 6);
-  CHECK(loaded->config.copy_threads == 3);
+  CHECK(loaded->config.staging().slots() == 6);
+  CHECK(loaded->config.host().copy_threads() == 3);
 }
 
 TEST_CASE("An unknown field is refused with its line, column and name") {
@@ -199,11 +207,12 @@ TEST_CASE("Each number is held to its limits by name") {
 }
 
 TEST_CASE("The data plane is encrypted unless the configuration says otherwise") {
-  CHECK(Load({})->config.data == DataConfig{});
-  CHECK_FALSE(DataConfig{}.unencrypted);
+  CHECK_FALSE(Load({})->config.data().unencrypted());
   const auto other = Load({"--data-unencrypted=true", "--data-port=7413", "--data-streams=4"});
   REQUIRE(other.ok());
-  CHECK(other->config.data == DataConfig{true, 7413, 4});
+  CHECK(other->config.data().unencrypted());
+  CHECK(other->config.data().port() == 7413);
+  CHECK(other->config.data().streams() == 4);
 }
 
 TEST_CASE(
@@ -214,8 +223,11 @@ TEST_CASE(
   CHECK(StreamsOf({}, true, 6) == 3);
   CHECK(StreamsOf({}, true, 64) == kMaxChosenStreams);
   for (const bool encrypted : {false, true}) {
-    CHECK(StreamsOf({.streams = 2}, encrypted, 64) == 2);
-    CHECK(StreamsOf({.streams = 8}, encrypted, 2) == 8);
+    Config::Data data;
+    data.set_streams(2);
+    CHECK(StreamsOf(data, encrypted, 64) == 2);
+    data.set_streams(8);
+    CHECK(StreamsOf(data, encrypted, 2) == 8);
   }
 }
 
@@ -251,27 +263,27 @@ TEST_CASE("Certificate, key and roots are named together") {
     flags.erase(flags.begin() + static_cast<std::ptrdiff_t>(left_out));
     RequireInvalid(Load(flags), "TLS needs all of");
   }
-  CHECK(Load(kTls)->config.tls == TlsFiles{"/c", "/k", "/r"});
+  CHECK(TlsFilesOf(Load(kTls)->config) == TlsFiles{"/c", "/k", "/r"});
 }
 
 TEST_CASE("Other daemons' identity is a pattern, and takes TLS") {
-  CHECK(Load(With(kTls, {"--peers-identity=spiffe://prod/refitd/*"}))->config.peers.identity ==
+  CHECK(Load(With(kTls, {"--peers-identity=spiffe://prod/refitd/*"}))->config.peers().identity() ==
         "spiffe://prod/refitd/*");
   RequireInvalid(Load(With(kTls, {"--peers-identity=prod"})), "peers.identity is \"prod\"");
   RequireInvalid(Load({"--peers-identity=spiffe://prod/refitd/*"}), "without tls");
 }
 
 TEST_CASE("Metrics are off by default and take a word for being without TLS") {
-  CHECK(Load({})->config.metrics.listen.empty());
-  CHECK(Load({}, {{"REFITD_METRICS_LISTEN", ""}})->config.metrics.listen.empty());
+  CHECK(Load({})->config.metrics().listen().empty());
+  CHECK(Load({}, {{"REFITD_METRICS_LISTEN", ""}})->config.metrics().listen().empty());
   for (const char* address : {"0.0.0.0:9464", "[::]:9464", "10.1.2.3:9464", "[::1]:0"}) {
     INFO(address);
     const std::string flag = std::string("--metrics-listen=") + address;
     RequireInvalid(Load({flag}), std::string("metrics.listen \"") + address + "\" has no TLS");
-    CHECK(Load(With(kTls, {flag}))->config.metrics.listen == address);
-    CHECK_FALSE(Load(With(kTls, {flag}))->config.metrics.insecure);
-    CHECK(Load({"--insecure", flag})->config.metrics.listen == address);
-    CHECK(Load({"--metrics-insecure", flag})->config.metrics.listen == address);
+    CHECK(Load(With(kTls, {flag}))->config.metrics().listen() == address);
+    CHECK_FALSE(Load(With(kTls, {flag}))->config.metrics().insecure());
+    CHECK(Load({"--insecure", flag})->config.metrics().listen() == address);
+    CHECK(Load({"--metrics-insecure", flag})->config.metrics().listen() == address);
   }
   for (const char* address : {"9464", "127.0.0.1", "127.0.0.1:9464,127.0.0.1:9465", "+9464",
                               "127.0.0.1:9464s", "example.org:9464"}) {
@@ -281,8 +293,9 @@ TEST_CASE("Metrics are off by default and take a word for being without TLS") {
 }
 
 TEST_CASE("The page is off by default and needs the metrics' address") {
-  CHECK_FALSE(Load({"--insecure", "--metrics-listen=[::1]:0"})->config.metrics.page);
-  CHECK(Load({"--insecure", "--metrics-listen=[::1]:0", "--metrics-page"})->config.metrics.page);
+  CHECK_FALSE(Load({"--insecure", "--metrics-listen=[::1]:0"})->config.metrics().page());
+  CHECK(
+      Load({"--insecure", "--metrics-listen=[::1]:0", "--metrics-page"})->config.metrics().page());
   RequireInvalid(Load({"--metrics-page"}), "metrics.page is true, but metrics.listen");
 }
 
@@ -300,8 +313,9 @@ TEST_CASE("An address that is no address is refused even with insecure") {
 TEST_CASE("Allowed users and groups replace the default") {
   const auto loaded = Load({"--allowed-uids=1000,1001", "--allowed-gids=5"});
   REQUIRE(loaded.ok());
-  CHECK(loaded->config.access.uids == std::vector<uid_t>{1000, 1001});
-  CHECK(loaded->config.access.gids == std::vector<gid_t>{5});
+  const PolicySettings settings = PolicySettingsOf(loaded->config);
+  CHECK(settings.uids == std::vector<uint32_t>{1000, 1001});
+  CHECK(settings.gids == std::vector<uint32_t>{5});
 }
 
 TEST_CASE("Rules come from the file, load again as the same, and are refused by field and value") {
@@ -314,11 +328,13 @@ TEST_CASE("Rules come from the file, load again as the same, and are refused by 
   const auto loaded = Load(With(kTls, {"--validate", "--config", WriteFile(folder, rules)}));
   INFO(loaded.status());
   REQUIRE(loaded.ok());
-  REQUIRE(loaded->config.rules.size() == 3);
-  CHECK(loaded->config.rules[0].roles == std::vector<Role>{Role::kTrainer, Role::kOperatorRead});
-  CHECK(loaded->config.rules[2].any_owner);
-  CHECK(loaded->config.rules[2].owner);
-  CHECK(Load({"--config", WriteFile(folder, *loaded->print)})->config == loaded->config);
+  const std::vector<PolicyRule> made = PolicySettingsOf(loaded->config).rules;
+  REQUIRE(made.size() == 3);
+  CHECK(made[0].roles == std::vector<Role>{Role::kTrainer, Role::kOperatorRead});
+  CHECK(made[2].any_owner);
+  CHECK(made[2].owner);
+  CHECK(FormatConfig(Load({"--config", WriteFile(folder, *loaded->print)})->config) ==
+        *loaded->print);
   RequireInvalid(Load({"--config", WriteFile(folder, rules)}),
                  "rule[0].who is \"spiffe://prod/trainer/*\", but without tls");
   RequireInvalid(Load({"--config", WriteFile(folder, "rule { who: \"uid:1\" group: \"*\" }")}),
@@ -327,14 +343,17 @@ TEST_CASE("Rules come from the file, load again as the same, and are refused by 
 }
 
 TEST_CASE("The audit log and the limits of an identity are off by default, and checked") {
-  CHECK(Load({})->config.audit.empty());
-  CHECK(Load({"--audit-file=/a", "--audit-journal=true"})->config.audit ==
-        AuditConfig{.file = "/a", .journal = true});
+  CHECK(Load({})->config.audit().file().empty());
+  CHECK_FALSE(Load({})->config.audit().journal());
+  CHECK(Load({"--audit-file=/a"})->config.audit().file() == "/a");
+  CHECK(Load({"--audit-journal=true"})->config.audit().journal());
   RequireInvalid(Load({"--audit-file=a"}), "audit.file is \"a\"");
-  CHECK(Load({"--identity-pool-bytes=1GiB"})->config.limits.per_identity.pool_bytes == 1 << 30);
+  CHECK(Load({"--identity-pool-bytes=1GiB"})->config.limits().per_identity().pool_bytes() ==
+        1 << 30);
   RequireInvalid(Load({"--identity-groups=-1"}), "limits.per_identity.groups is -1");
-  CHECK(Load({"--mapped-bytes=1GiB"})->config.limits.mapped_bytes == 1 << 30);
-  CHECK(Load({"--identity-held-bytes=1MiB"})->config.limits.per_identity.held_bytes == 1 << 20);
+  CHECK(Load({"--mapped-bytes=1GiB"})->config.limits().mapped_bytes() == 1 << 30);
+  CHECK(Load({"--identity-held-bytes=1MiB"})->config.limits().per_identity().held_bytes() ==
+        1 << 20);
   RequireInvalid(Load({"--mapped-bytes=-1"}), "limits.mapped_bytes is -1");
   RequireInvalid(Load({"--held-bytes=-1"}), "limits.held_bytes is -1");
 }
@@ -352,7 +371,7 @@ TEST_CASE("Validate prints the settings in force, and they load again as the sam
   CHECK_THAT(*first->print, Catch::Contains("unix_mode: 0600"));
   const auto second = Load({"--config", WriteFile(folder, *first->print)});
   REQUIRE(second.ok());
-  CHECK(second->config == first->config);
+  CHECK(FormatConfig(second->config) == *first->print);
 }
 
 TEST_CASE(
@@ -434,7 +453,7 @@ TEST_CASE("The example configuration says the defaults") {
   const auto loaded = Load({"--config", "deploy/refitd.textproto"});
   INFO(loaded.status().ToString());
   REQUIRE(loaded.ok());
-  CHECK(loaded->config == Load({})->config);
+  CHECK(FormatConfig(loaded->config) == FormatConfig(Load({})->config));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -37,13 +38,11 @@
 #include "daemon/process/service_manager.h"
 #include "daemon/process/version.h"
 #include "daemon/services/authorizer.h"
-#include "daemon/services/engine_service.h"
 #include "daemon/services/health_service.h"
-#include "daemon/services/operator_service.h"
 #include "daemon/services/peer_service.h"
 #include "daemon/services/reflection_service.h"
+#include "daemon/services/services.h"
 #include "daemon/services/status.h"
-#include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
 #include "daemon/sockets/certificate_store.h"
 #include "daemon/sockets/connection_guard.h"
@@ -51,6 +50,8 @@
 #include "daemon/sockets/process_watch.h"
 #include "daemon/sockets/tcp_listener.h"
 #include "daemon/sockets/tls_guard.h"
+#include "refitd/v1/engine.grpc.pb.h"
+#include "refitd/v1/operator.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -78,38 +79,57 @@ constexpr Duration kHandshakeLimit = std::chrono::seconds(10);
 // Calls of a connection at a time, beside unanswered buckets of one rank.
 constexpr int kOtherStreams = 256;
 
+using Ms = std::chrono::milliseconds;
+
+// Verification, LogFormat and LogLevel have the file's enumerators.
+static_assert(static_cast<int>(Verification::kOff) == Config::OFF);
+static_assert(static_cast<int>(Verification::kReadback) == Config::READBACK);
+static_assert(static_cast<int>(LogFormat::kJson) == Config::Log::JSON);
+static_assert(static_cast<int>(LogLevel::kError) == Config::Log::ERROR);
+
+IdentityLimits IdentityLimitsOf(const Config::Limits::PerIdentity& limits) {
+  return {.groups = limits.groups(),
+          .members = limits.members(),
+          .regions = limits.regions(),
+          .pool_bytes = limits.pool_bytes(),
+          .updates = limits.updates(),
+          .mapped_bytes = limits.mapped_bytes(),
+          .held_bytes = limits.held_bytes()};
+}
+
 DaemonOptions DaemonOptionsOf(const Config& config) {
+  const Config::Limits& limits = config.limits();
   DaemonOptions options;
-  options.daemon_id = config.daemon_id;
-  options.advertise = config.peers.advertise;
-  options.peers.peer = config.peers.silence;
-  options.peers.wire = config.peers.wire;
+  options.daemon_id = config.daemon_id();
+  options.advertise = config.peers().advertise();
+  options.peers.peer = Ms(config.peers().silence_ms());
+  options.peers.wire = Ms(config.peers().wire_ms());
   // A daemon that updates leave out gets its versions by catch-ups.
-  if (config.catch_ups) options.peers.slow = config.peers.relay_slow;
-  options.keep_readiness = config.peers.readiness;
-  options.group.default_duration = config.limits.default_duration;
-  options.group.max_duration = config.limits.max_duration;
-  options.group.ready_limit = config.limits.ready;
-  options.group.ack_limit = config.limits.ack;
-  options.group.idle_limit = config.limits.idle;
-  options.group.grant_limit = config.limits.lease;
-  options.group.outstanding_buckets = config.limits.outstanding_buckets;
-  options.group.compare_every = config.limits.compare_every;
-  options.group.default_verification = config.default_verification;
-  options.group.catch_ups = config.catch_ups;
-  options.default_slot_bytes = config.staging.slot_bytes;
-  options.default_slots = config.staging.slots;
-  options.max_pool_bytes = config.staging.max_pool_bytes;
-  options.max_region_bytes = config.limits.max_region_bytes;
-  if (config.limits.mapped_bytes > 0) options.max_mapped_bytes = config.limits.mapped_bytes;
-  if (config.limits.held_bytes > 0) options.max_held_bytes = config.limits.held_bytes;
-  options.inline_bytes = config.limits.inline_bytes;
-  options.message_bytes = config.limits.message_bytes;
-  options.max_groups = config.limits.max_groups;
-  options.max_members = config.limits.max_members;
-  options.group_idle = config.limits.group_idle;
-  options.per_identity = config.limits.per_identity;
-  options.descriptor_socket = config.listen.unix_path + std::string(kDescriptorSocketSuffix);
+  if (config.catch_ups()) options.peers.slow = Ms(config.peers().relay_slow_ms());
+  options.keep_readiness = Ms(config.peers().readiness_ms());
+  options.group.default_duration = Ms(limits.default_duration_ms());
+  options.group.max_duration = Ms(limits.max_duration_ms());
+  options.group.ready_limit = Ms(limits.ready_ms());
+  options.group.ack_limit = Ms(limits.ack_ms());
+  options.group.idle_limit = Ms(limits.idle_ms());
+  options.group.grant_limit = Ms(limits.lease_ms());
+  options.group.outstanding_buckets = limits.outstanding_buckets();
+  options.group.compare_every = limits.compare_every();
+  options.group.default_verification = static_cast<Verification>(config.default_verification());
+  options.group.catch_ups = config.catch_ups();
+  options.default_slot_bytes = config.staging().slot_bytes();
+  options.default_slots = config.staging().slots();
+  options.max_pool_bytes = config.staging().max_pool_bytes();
+  options.max_region_bytes = limits.max_region_bytes();
+  if (limits.mapped_bytes() > 0) options.max_mapped_bytes = limits.mapped_bytes();
+  if (limits.held_bytes() > 0) options.max_held_bytes = limits.held_bytes();
+  options.inline_bytes = limits.inline_bytes();
+  options.message_bytes = limits.message_bytes();
+  options.max_groups = limits.max_groups();
+  options.max_members = limits.max_members();
+  options.group_idle = Ms(limits.group_idle_ms());
+  options.per_identity = IdentityLimitsOf(limits.per_identity());
+  options.descriptor_socket = config.listen().unix_path() + std::string(kDescriptorSocketSuffix);
   return options;
 }
 
@@ -159,14 +179,14 @@ void LogNcclEnvironment(const NcclEnvironment& done) {
   }
 }
 
-NcclReport LoadNccl(const CudaConfig& config) {
-  if (!config.nccl) {
+NcclReport LoadNccl(const Config::Cuda& config) {
+  if (!config.nccl()) {
     NcclReport none;
     none.problem = "cuda.nccl is false";
     return none;
   }
-  NcclReport nccl = FindNccl(config.nccl_library);
-  if (!nccl.problem.empty() && !config.nccl_library.empty()) {
+  NcclReport nccl = FindNccl(config.nccl_library());
+  if (!nccl.problem.empty() && !config.nccl_library().empty()) {
     LogError("cuda.nccl_library: {}", nccl.problem);
   }
   return nccl;
@@ -178,21 +198,21 @@ NcclReport LoadNccl(const CudaConfig& config) {
 std::unique_ptr<Transport> MakeTransport(const Config& config,
                                          const std::shared_ptr<DeviceLoss>& loss,
                                          DeviceOptions* cuda) {
-  const HostTransportOptions host{.threads = config.copy_threads};
-  if (!config.cuda.enabled) {
+  const HostTransportOptions host{.threads = config.host().copy_threads()};
+  if (!config.cuda().enabled()) {
     cuda->detail = "cuda.enabled is false";
     return MakeHostTransport(host);
   }
-  cuda->detail = Describe(ProbeCudaLibrary(config.cuda.library));
+  cuda->detail = Describe(ProbeCudaLibrary(config.cuda().library()));
   CudaTransportOptions options;
-  options.blocks = config.cuda.copy_blocks;
-  options.engine_bytes = config.cuda.engine_bytes;
-  options.limit = std::chrono::ceil<std::chrono::milliseconds>(config.cuda.device);
+  options.blocks = config.cuda().copy_blocks();
+  options.engine_bytes = config.cuda().engine_bytes();
+  options.limit = Ms(config.cuda().device_ms());
   options.lost = [loss](const absl::Status& why) { loss->Tell(why); };
   absl::StatusOr<std::shared_ptr<CudaMemory>> memory =
-      CudaMemory::Create(config.cuda.library, {.limit = options.limit, .lost = options.lost});
+      CudaMemory::Create(config.cuda().library(), {.limit = options.limit, .lost = options.lost});
   if (!memory.ok()) return MakeHostTransport(host);
-  const NcclReport nccl = LoadNccl(config.cuda);
+  const NcclReport nccl = LoadNccl(config.cuda());
   const std::string found = Describe(nccl);
   options.nccl = nccl.api;
   options.no_nccl = found;
@@ -244,14 +264,15 @@ void TakeGrpcLog() {
 
 // Null: the configuration asks for no audit log.
 absl::StatusOr<std::unique_ptr<AuditLog>> OpenAudit(const Config& config) {
-  if (config.audit.empty()) return nullptr;
-  return AuditLog::Create(config.audit);
+  const AuditConfig audit{.file = config.audit().file(), .journal = config.audit().journal()};
+  if (audit.empty()) return nullptr;
+  return AuditLog::Create(audit);
 }
 
 // Null: the configuration names no certificates.
 absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Config& config,
                                                                       AuditLog* audit) {
-  if (config.tls.empty()) return nullptr;
+  if (TlsFilesOf(config).empty()) return nullptr;
   ObserveTlsRefusals(
       [audit](const std::string& identity, const std::string& issuer, const std::string& why) {
         if (audit != nullptr) {
@@ -265,33 +286,33 @@ absl::StatusOr<std::unique_ptr<CertificateStore>> LoadOwnCertificates(const Conf
             "TLS: the certificate of {}, which says it was signed by {}, is refused: {}",
             identity.empty() ? "somebody without an identity" : identity, issuer, why));
       });
-  const auto told = [audit](const absl::Status& taken, const Certificates& in_force) {
+  const auto note = [audit](const absl::Status& taken, const Certificates& in_force) {
     if (audit == nullptr) return;
     audit->Record({.what = AuditWhat::kCertificates,
                    .subject = Describe(in_force),
                    .outcome = std::string(absl::StatusCodeToString(taken.code())),
                    .reason = Message(taken)});
   };
-  REFITD_ASSIGN_OR_RETURN(auto store, CertificateStore::Create(config.tls, told));
+  REFITD_ASSIGN_OR_RETURN(auto store, CertificateStore::Create(TlsFilesOf(config), note));
   LogInfo("certificates: {}", Describe(*store->Current()));
   return store;
 }
 
 // The function by which this daemon dials coordinators (P9); null: it may dial none.
 PeerDialer MakeDialer(const Config& config, const CertificateStore* certificates) {
-  if (certificates == nullptr && !config.listen.insecure) return nullptr;
-  return
-      [certificates, identity = config.peers.identity](PeerDial dial, PeerLinkCallbacks callbacks) {
-        if (certificates == nullptr) {
-          dial.credentials = grpc::InsecureChannelCredentials();
-        } else {
-          const auto refused = [address = dial.address](const std::string& why) {
-            LogWarning("TLS: coordinator {} is refused: {} (peers.identity)", address, why);
-          };
-          dial.credentials = TlsChannel(*certificates->Current(), identity, refused);
-        }
-        return PeerLink::Dial(std::move(dial), std::move(callbacks));
+  if (certificates == nullptr && !config.listen().insecure()) return nullptr;
+  return [certificates, identity = config.peers().identity()](PeerDial dial,
+                                                              PeerLinkCallbacks callbacks) {
+    if (certificates == nullptr) {
+      dial.credentials = grpc::InsecureChannelCredentials();
+    } else {
+      const auto refused = [address = dial.address](const std::string& why) {
+        LogWarning("TLS: coordinator {} is refused: {} (peers.identity)", address, why);
       };
+      dial.credentials = TlsChannel(*certificates->Current(), identity, refused);
+    }
+    return PeerLink::Dial(std::move(dial), std::move(callbacks));
+  };
 }
 
 // What the policy of the moment says of an identity as a group's owner. `policies` must outlive the
@@ -335,7 +356,7 @@ void StartServer(const Config& config, const std::vector<grpc::Service*>& servic
   // gRPC's own service does not ask who calls; HealthService does.
   grpc::EnableDefaultHealthCheckService(false);
   grpc::ServerBuilder builder;
-  builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits.message_bytes));
+  builder.SetMaxReceiveMessageSize(static_cast<int>(config.limits().message_bytes()));
   // Members ping to learn whether the daemon lives; they may do so this often without other
   // traffic.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
@@ -343,7 +364,7 @@ void StartServer(const Config& config, const std::vector<grpc::Service*>& servic
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, kFirstWindowBytes);
   // More than a rank's unanswered buckets (limits.outstanding_buckets) and its other calls.
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
-                             config.limits.outstanding_buckets + kOtherStreams);
+                             config.limits().outstanding_buckets() + kOtherStreams);
   for (grpc::Service* service : services) builder.RegisterService(service);
   builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS,
                              static_cast<int>(ToMillis(kHandshakeLimit)));
@@ -360,7 +381,8 @@ struct TcpLoops {
   std::vector<std::string> names;
 
   // `kind`: "tcp" or "peers".
-  absl::Status Listen(const std::string& kind, const std::vector<std::string>& addresses,
+  absl::Status Listen(const std::string& kind,
+                      const google::protobuf::RepeatedPtrField<std::string>& addresses,
                       const AcceptLoop::Serve& serve, ConnectionGuard* guard) {
     for (const std::string& address : addresses) {
       REFITD_ASSIGN_OR_RETURN(std::vector<TcpListener> listeners, ListenTcp(address));
@@ -382,7 +404,7 @@ struct Followed {
   CertificateStore* certificates = nullptr;  // null: none
   AuditLog* audit = nullptr;                 // null: none
   PolicyStore* policies = nullptr;
-  Config config;  // as at the start, with the rules of the policy in force
+  PolicySettings settings;  // of the policy in force
   std::function<absl::StatusOr<Invocation>()> load;
 
   void Reload() {
@@ -397,12 +419,14 @@ struct Followed {
   }
   // Takes over the users and rules of `next`; other settings stay as they are.
   absl::Status TakePolicy(const Config& next) {
-    Config taken = config;
-    taken.rules = next.rules;
-    taken.access = next.access;
-    if (taken == config) return absl::OkStatus();
-    REFITD_ASSIGN_OR_RETURN(auto policy, Policy::Make(PolicySettingsOf(taken)));
-    config = std::move(taken);
+    const PolicySettings read = PolicySettingsOf(next);
+    PolicySettings taken = settings;
+    taken.rules = read.rules;
+    taken.uids = read.uids;
+    taken.gids = read.gids;
+    if (taken == settings) return absl::OkStatus();
+    REFITD_ASSIGN_OR_RETURN(auto policy, Policy::Make(taken));
+    settings = std::move(taken);
     policies->Replace(policy);
     LogInfo("policy changed: {} rules", policy->rules().size());
     Tell(absl::OkStatus());
@@ -449,36 +473,36 @@ sigset_t BlockSignals() {
 absl::StatusOr<std::unique_ptr<Wire>> MakeHostWire(const Config& config,
                                                    const CertificateStore* certificates) {
   SocketWireOptions options;
-  options.interface = config.peers.interface;
-  options.port = config.data.port;
+  options.interface = config.peers().interface();
+  options.port = static_cast<uint16_t>(config.data().port());
   options.log = LogLimited;
-  if (certificates != nullptr && !config.data.unencrypted) {
+  if (certificates != nullptr && !config.data().unencrypted()) {
     options.certificates = [certificates] { return certificates->Current(); };
-    options.identities = config.peers.identity;
+    options.identities = config.peers().identity();
   }
-  options.streams =
-      StreamsOf(config.data, options.certificates != nullptr, std::thread::hardware_concurrency());
+  options.streams = StreamsOf(config.data(), options.certificates != nullptr,
+                              std::thread::hardware_concurrency());
   return MakeSocketWire(std::move(options));
 }
 
 // Why the wire over host memory does not encrypt, as DaemonOptions::clear_wire wants it.
 std::string WhyClear(const Config& config, const CertificateStore* certificates) {
   if (certificates == nullptr) return kNotEncrypted;
-  if (config.data.unencrypted) return "data.unencrypted is true";
+  if (config.data().unencrypted()) return "data.unencrypted is true";
   return "";
 }
 
 // The wire over host memory; null: there is none.
 std::unique_ptr<Wire> HostWireOf(const Config& config, const CertificateStore* certificates) {
   // Without TLS, and without `insecure`, this daemon is linked to no other (P9).
-  if (certificates == nullptr && !config.listen.insecure) return nullptr;
+  if (certificates == nullptr && !config.listen().insecure()) return nullptr;
   absl::StatusOr<std::unique_ptr<Wire>> wire = MakeHostWire(config, certificates);
   if (!wire.ok()) {
     // A daemon whose groups have no other node needs no wire.
     LogWarning("no data plane to other daemons: {}", Message(wire.status()));
     return nullptr;
   }
-  LogInfo("data plane over host memory: on {}, {}", config.peers.interface,
+  LogInfo("data plane over host memory: on {}, {}", config.peers().interface(),
           WhyClear(config, certificates).empty() ? "TLS" : "neither encrypted nor authenticated");
   return *std::move(wire);
 }
@@ -514,7 +538,7 @@ struct Sockets {
   }
 };
 
-// `peers` is told who is at the other end of each connection of the unix socket. The servers must
+// `peers` keeps who is at the other end of each connection of the unix socket. The servers must
 // be started before the sockets.
 absl::Status Listen(const Config& config, PeerTable* peers, const Servers& servers,
                     const Authorizer* authorizer, ConnectionGuard* guard, Daemon* daemon,
@@ -522,7 +546,7 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
   // The unix socket comes first: of two daemons with one path only one may start.
   REFITD_ASSIGN_OR_RETURN(sockets->unix_loop,
                           AcceptLoop::Create(
-                              {config.listen.unix_path, config.listen.unix_mode}, peers,
+                              {config.listen().unix_path(), config.listen().unix_mode()}, peers,
                               [&servers](UniqueFd fd) {
                                 grpc::AddInsecureChannelFromFd(servers.members.server.get(),
                                                                fd.Release());
@@ -531,8 +555,8 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
   REFITD_ASSIGN_OR_RETURN(
       sockets->descriptors,
       DescriptorSocket::Create(
-          {.path = config.listen.unix_path + std::string(kDescriptorSocketSuffix),
-           .mode = config.listen.unix_mode,
+          {.path = config.listen().unix_path() + std::string(kDescriptorSocketSuffix),
+           .mode = config.listen().unix_mode(),
            .admit =
                [authorizer](const PeerCredentials& peer) {
                  return authorizer->AdmitToDescriptors(peer);
@@ -544,16 +568,16 @@ absl::Status Listen(const Config& config, PeerTable* peers, const Servers& serve
 absl::Status ListenOnTcp(const Config& config, const Servers& servers, ConnectionGuard* guard,
                          Sockets* sockets) {
   REFITD_RETURN_IF_ERROR(sockets->tcp.Listen(
-      "tcp", config.listen.tcp, [&servers](UniqueFd fd) { servers.members.Serve(std::move(fd)); },
-      guard));
+      "tcp", config.listen().tcp(),
+      [&servers](UniqueFd fd) { servers.members.Serve(std::move(fd)); }, guard));
   return sockets->tcp.Listen(
-      "peers", config.peers.listen, [&servers](UniqueFd fd) { servers.links.Serve(std::move(fd)); },
-      guard);
+      "peers", config.peers().listen(),
+      [&servers](UniqueFd fd) { servers.links.Serve(std::move(fd)); }, guard);
 }
 
 // The addresses that callers can use, as "unix:PATH" and "tcp:HOST:PORT".
 std::vector<std::string> ListenersOf(const Config& config, const Sockets& sockets) {
-  std::vector<std::string> listeners = {"unix:" + config.listen.unix_path};
+  std::vector<std::string> listeners = {"unix:" + config.listen().unix_path()};
   listeners.insert(listeners.end(), sockets.tcp.names.begin(), sockets.tcp.names.end());
   return listeners;
 }
@@ -564,20 +588,20 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
                                                             const Authorizer* authorizer,
                                                             const Metrics* metrics,
                                                             Daemon* daemon) {
-  if (config.metrics.listen.empty()) return nullptr;
+  if (config.metrics().listen().empty()) return nullptr;
   MetricsServerOptions options;
-  options.address = config.metrics.listen;
+  options.address = config.metrics().listen();
   options.collect = [metrics, daemon] {
     return metrics->Text([daemon] { return StatusOf(daemon); });
   };
   options.log = LogLimited;
-  if (certificates != nullptr && !config.metrics.insecure) {
+  if (certificates != nullptr && !config.metrics().insecure()) {
     options.certificates = [certificates] { return certificates->Current(); };
     options.admit = [authorizer](const std::string& identity) {
       return authorizer->AdmitToMetrics(identity);
     };
   }
-  if (config.metrics.page) {
+  if (config.metrics().page()) {
     REFITD_ASSIGN_OR_RETURN(options.page, MakePage(daemon));
   }
   return MetricsServer::Start(std::move(options));
@@ -586,12 +610,12 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
 // The services of the daemon.
 struct Services {
   Services(const Config& config, const Authorizer* authorizer, Daemon* daemon)
-      : trainers(MakeTrainerService(daemon, authorizer)),
-        engines(daemon, authorizer),
-        operators(daemon, authorizer),
-        links(&daemon->peer_server(), config.limits.message_bytes, LinkAuthorizerOf(authorizer)),
+      : members{MakeTrainerService(daemon, authorizer), MakeEngineService(daemon, authorizer),
+                MakeOperatorService(daemon, authorizer)},
+        links(&daemon->peer_server(), config.limits().message_bytes(),
+              LinkAuthorizerOf(authorizer)),
         health(daemon, authorizer),
-        reflection(authorizer, Names(/*members=*/true, /*links=*/config.peers.listen.empty())),
+        reflection(authorizer, Names(/*members=*/true, /*links=*/config.peers().listen().empty())),
         reflection_of_links(authorizer, Names(/*members=*/false, /*links=*/true)) {}
 
   static std::vector<std::string> Names(bool members, bool links) {
@@ -606,9 +630,7 @@ struct Services {
     return names;
   }
 
-  std::unique_ptr<grpc::Service> trainers;
-  EngineService engines;
-  OperatorService operators;
+  std::array<std::unique_ptr<grpc::Service>, 3> members;  // and operators
   PeerService links;
   HealthService health;
   ReflectionService reflection;
@@ -618,10 +640,9 @@ struct Services {
 // False: gRPC refuses to start a server.
 bool StartServers(const Config& config, const CertificateStore* certificates, Services* services,
                   Servers* servers) {
-  const bool apart = !config.peers.listen.empty();
-  std::vector<grpc::Service*> all = {services->trainers.get(), &services->engines,
-                                     &services->operators, &services->health,
-                                     &services->reflection};
+  const bool apart = !config.peers().listen().empty();
+  std::vector<grpc::Service*> all = {&services->health, &services->reflection};
+  for (const auto& service : services->members) all.push_back(service.get());
   if (!apart) all.push_back(&services->links);
   StartServer(config, all, certificates, &servers->members);
   if (apart) {
@@ -644,7 +665,8 @@ void DrainDaemon(const Config& config, sigset_t signals, bool devices_lost, Daem
     if (!finished) LogInfo("second signal: aborting what still runs");
     daemon->Hurry();
   });
-  const Duration patience = devices_lost ? Duration(kLostGrace) : config.limits.max_duration;
+  const Duration patience =
+      devices_lost ? Duration(kLostGrace) : Ms(config.limits().max_duration_ms());
   daemon->Finish(std::chrono::steady_clock::now() + patience);
   finished = true;
   second.join();
@@ -680,20 +702,24 @@ void ServeUntilSignal(const Config& config, const sigset_t& signals, const Devic
 int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()> reload) {
   const Config& config = invocation.config;
   // These change the environment, so they must come before any thread.
-  const NcclEnvironment nccl = CleanNcclEnvironment(config.peers.interface);
+  const NcclEnvironment nccl = CleanNcclEnvironment(config.peers().interface());
   RequireTls13();
   TurnOffTlsResumption();
   GuardTls();
   // Comes before any thread: all threads inherit the mask, and only this one waits for the signals.
   const sigset_t signals = BlockSignals();
-  if (absl::Status status = SetLogging(config.log); !status.ok()) return Fail(status);
+  if (absl::Status status = SetLogging({.format = static_cast<LogFormat>(config.log().format()),
+                                        .level = static_cast<LogLevel>(config.log().level()),
+                                        .file = config.log().file()});
+      !status.ok())
+    return Fail(status);
   for (const std::string& warning : invocation.warnings) LogWarning("{}", warning);
   LogNcclEnvironment(nccl);
   TakeGrpcLog();
 
   absl::StatusOr<std::unique_ptr<ProcessWatch>> processes = ProcessWatch::Create();
   if (!processes.ok()) return Fail(processes.status());
-  Metrics metrics(static_cast<size_t>(config.limits.max_groups));
+  Metrics metrics(static_cast<size_t>(config.limits().max_groups()));
   DaemonOptions options = DaemonOptionsOf(config);
   options.observer = &metrics;
   const absl::StatusOr<std::unique_ptr<AuditLog>> audit = OpenAudit(config);
@@ -718,7 +744,7 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
 
   PeerTable peers;
   ConnectionGuard guard({.tls = *certificates != nullptr,
-                         .message_bytes = config.limits.message_bytes,
+                         .message_bytes = config.limits().message_bytes(),
                          .ended = [](const std::string& source, const std::string& why) {
                            LogLimited(fmt::format("a connection of {} is ended: {}", source, why));
                          }});
@@ -732,7 +758,8 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
        .guard = &guard,
        .tls = *certificates != nullptr});
   Services services(config, &authorizer, &daemon);
-  Followed followed{certificates->get(), audit->get(), &policies, config, std::move(reload)};
+  Followed followed{certificates->get(), audit->get(), &policies, PolicySettingsOf(config),
+                    std::move(reload)};
   followed.Tell(absl::OkStatus());
 
   Servers servers;

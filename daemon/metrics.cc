@@ -299,14 +299,14 @@ void Metrics::Show(const v1::GroupStatus& group, Families* families) {
     families->Gauge(
         "refitd_daemon_kept_out",
         "1 while that daemon's instances take part in no update: its data plane did not "
-        "come up. Told by the coordinator.",
+        "come up. Exported by the coordinator.",
         {name, {"daemon", daemon}}, int64_t{out});
   }
   for (const auto& [daemon, is_slow] : slow) {
     families->Gauge(
         "refitd_daemon_slow",
         "1 while updates leave that daemon's instances to catch-ups: it held the others back for "
-        "longer than peers.relay_slow_ms. Told by the coordinator.",
+        "longer than peers.relay_slow_ms. Exported by the coordinator.",
         {name, {"daemon", daemon}}, int64_t{is_slow});
   }
   for (const auto& [peer, up] : peers) {

@@ -165,18 +165,19 @@ class Ranges:
             self.constants[name] = self.number(value)
         self.ranges: dict[str, tuple[str, str]] = {}
         code = without_comments(code)
-        for match in re.finditer(r"\bCheck(Range|Duration)(\()", code):
+        for match in re.finditer(r"\b(Setting|CheckRange)([({])", code):
             given = arguments(code, match.start(2))
-            if LITERAL.fullmatch(given[0]):
-                limits = ("1", "kMaxLimitDuration") if match[1] == "Duration" else (given[2], given[3])
-                self.ranges[joined(given[0])] = limits
+            if not LITERAL.fullmatch(given[0]) or len(given) < 4:
+                continue
+            if match[1] == "Setting":
+                self.ranges[joined(given[1])] = (given[3], given[4] if len(given) > 4 else "numeric_limits")
+            else:
+                self.ranges[joined(given[0])] = (given[2], given[3])
 
     def number(self, text: str) -> int:
         """The value of a constant expression; LookupError or SyntaxError where it is none."""
         text = re.sub(r"'", "", text).strip()
-        text = re.sub(r"std::chrono::hours\((\d+)\)", r"(\1*3600000)", text)
-        text = re.sub(r"std::chrono::milliseconds\((\d+)\)", r"\1", text)
-        text = re.sub(r"int64_t\{(\d+)\}", r"\1", re.sub(r"ToMillis\((\w+)\)", r"\1", text))
+        text = re.sub(r"int64_t\{(\d+)\}", r"\1", text)
         text = re.sub(r"\bk\w+", lambda match: str(self.constants[match.group()]), text)
         if not re.fullmatch(r"[\d\s()+*<-]+", text):
             return -1
@@ -188,7 +189,7 @@ class Ranges:
         shown = []
         for limit in self.ranges[path]:
             named = re.search(r"(\w+)\.(\w+)\(\)", limit)
-            if "numeric_limits" in limit or limit == "kMost":
+            if "numeric_limits" in limit:
                 shown.append("")
             elif named:
                 less = limit.partition(" - ")[2]
@@ -479,7 +480,7 @@ def compatibility_page() -> str:
         raise SystemExit("\n".join(f"{RUNS}: {problem}" for problem in wrong))
     parts = [
         MADE.format("tools/reference.py", RUNS),
-        "# What was run with what\n",
+        "# Compatibility: what was run with what\n",
         "*passed*: it ran, with the result that the evidence has. *partly*: its parts ran, the whole framework did not. *fails*: without refitd too. "
         "*by signature*: written for it, and not run.\n",
     ]

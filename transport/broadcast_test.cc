@@ -2,7 +2,7 @@
 
 #include <catch2/catch.hpp>
 
-#include "transport/unprepared_transport.h"
+#include "transport/unprepared_transport_testing.h"
 
 namespace refitd {
 namespace {

@@ -1,5 +1,5 @@
-// Helpers of tests of wires over host memory, and what their common cases (wire_cases.cc) ask of a
-// wire. Each wire's test defines Tested().
+// Helpers of tests of wires over host memory, and what their common cases (wire_cases_testing.cc)
+// ask of a wire. Each wire's test defines Tested().
 #ifndef REFITD_TRANSPORT_WIRE_TESTING_H_
 #define REFITD_TRANSPORT_WIRE_TESTING_H_
 
@@ -68,8 +68,8 @@ inline int CountEntries(const char* path) {
   return count;
 }
 
-// How the common cases (wire_cases.cc) make the wire under test. The test of each wire defines
-// Tested().
+// How the common cases (wire_cases_testing.cc) make the wire under test. The test of each wire
+// defines Tested().
 struct TestedWire {
   std::function<absl::StatusOr<std::unique_ptr<Wire>>()> make;
 };

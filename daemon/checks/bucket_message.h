@@ -1,5 +1,5 @@
 // A bucket in its messages: as a trainer pushes it, as daemons pass it and its parts on, as an
-// engine is told of a part. bucket_message.cc is the only file of the daemon that translates them.
+// engine gets of a part. bucket_message.cc is the only file of the daemon that translates them.
 // Everything that is read is checked (P10).
 //
 // Pure functions, thread-safe.

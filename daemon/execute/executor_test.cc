@@ -14,7 +14,7 @@
 
 #include "transport/cuda/relay_plan.h"
 #include "transport/host/host_transport.h"
-#include "transport/unprepared_transport.h"
+#include "transport/unprepared_transport_testing.h"
 
 namespace refitd {
 namespace {

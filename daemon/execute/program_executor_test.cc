@@ -14,7 +14,7 @@
 #include "transport/plan/node_program.h"
 #include "transport/plan/refit_plan.h"
 #include "transport/plan/route_testing.h"
-#include "transport/unprepared_transport.h"
+#include "transport/unprepared_transport_testing.h"
 
 namespace refitd {
 namespace {

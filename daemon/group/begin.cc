@@ -1,6 +1,5 @@
 // Begin, Prepare and Ready: from the first call of a version to the first bucket.
 #include <algorithm>
-#include <set>
 
 #include "daemon/group/group_impl.h"
 #include "transport/base/errors.h"
@@ -171,7 +170,7 @@ void Group::Impl::Assemble() {
     ready = status;
   }
   if (!ready.ok() || !*ready) {
-    // Nobody takes part yet: participants are found anew when the program is there.
+    // The update waits for its program. Participants are found anew when the program is there.
     update->participants.Clear();
     update->push.Clear();
     update->program.Clear();
@@ -257,8 +256,8 @@ void Group::Impl::OpenDataIfReady() {
   out.Changed();
   // Takes the commits of ranks that began the update with Refit: no other call of theirs follows.
   for (auto& [rank, progress] : update->push.trainers()) {
-    if (update->state != UpdateState::kData || !progress.announced.has_value()) continue;
-    TakeAnnounced(members.Find(progress.member), &progress);
+    if (update->state != UpdateState::kData || !progress.awaited_buckets.has_value()) continue;
+    TakeCommitIfComplete(members.Find(progress.member), &progress);
   }
 }
 

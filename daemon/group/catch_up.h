@@ -3,8 +3,8 @@
 // calls of trainers that wait until a catch-up has given way.
 //
 // A catch-up is an update of the group's own version. Its sources are ranks of clean instances,
-// which give: they are not paused and hear nothing. Its participants are the late instances, which
-// hear Prepare and its outcome as in any update. A program moves the bytes, and every byte is read
+// which give: they are not paused and get no event. Its participants are the late instances, which
+// get Prepare and its outcome as in any update. A program moves the bytes, and every byte is read
 // back (P1).
 //
 //   opened      catch_up_gather after a catch-up became possible, while no update runs

@@ -1,7 +1,6 @@
 #include "daemon/group/communicator.h"
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <utility>
 

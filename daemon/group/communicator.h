@@ -91,7 +91,7 @@ class Communicator {
   NodeId first_failed_;
   bool connecting_ = false;
   Duration limit_{};    // for opening, and again for connecting
-  TimePoint deadline_;  // when it must be open, or up
+  TimePoint deadline_;  // of the present step: opening, or connecting
   TimePoint judge_at_;  // not after `deadline_`
   uint64_t next_seq_ = 0;
 };

@@ -1,10 +1,7 @@
 #include "daemon/group/communicator_search.h"
 
 #include <algorithm>
-#include <iterator>
-#include <tuple>
 #include <utility>
-#include <vector>
 
 #include "transport/base/status.h"
 
@@ -13,50 +10,36 @@ namespace {
 
 using Instance = CommunicatorSearch::Instance;
 using Instances = CommunicatorSearch::Instances;
+using Daemons = std::set<NodeId>;
 
-template <typename Instances>
-std::set<NodeId> DaemonsOf(const Instances& instances) {
-  std::set<NodeId> daemons;
+Daemons DaemonsOf(const Instances& instances) {
+  Daemons daemons;
   for (const Instance& instance : instances) daemons.insert(instance.begin(), instance.end());
   return daemons;
 }
 
-bool Within(const Instance& instance, const std::set<NodeId>& daemons) {
-  return std::includes(daemons.begin(), daemons.end(), instance.begin(), instance.end());
+bool Within(const Daemons& some, const Daemons& all) {
+  return std::includes(all.begin(), all.end(), some.begin(), some.end());
 }
 
-bool Meets(const Instance& instance, const std::set<NodeId>& daemons) {
-  return std::any_of(instance.begin(), instance.end(),
-                     [&daemons](NodeId daemon) { return daemons.contains(daemon); });
+bool Meets(const Daemons& a, const Daemons& b) {
+  return std::any_of(a.begin(), a.end(), [&b](NodeId daemon) { return b.contains(daemon); });
 }
 
 }  // namespace
 
 void CommunicatorSearch::Restrict(const Instances& instances) {
-  Instances known = Unproven(instances);
-  ForgetIf([&known](const Instance& i) { return !known.contains(i); });
-  for (const List& list : lists_) {
-    for (const Instance& listed : list.instances) known.erase(listed);
-  }
-  // The next communicator tries the other instances, unless they need daemons that are left out.
-  std::erase_if(known, [this, listed = Daemons()](const Instance& i) {
-    return !Meets(i, listed) || HasCornered(i);
-  });
-  if (!known.empty()) lists_.push_back({std::move(known)});
-  SplitFirst();
+  if (!active()) return;
+  instances_ = Unproven(instances);
+  Tidy();
 }
 
-std::set<NodeId> CommunicatorSearch::LeftOut() const {
-  std::set<NodeId> out = Daemons();
-  if (!active() || lists_.front().at_fault) return out;
-  for (const NodeId tried : DaemonsOf(lists_.front().instances)) out.erase(tried);
-  return out;
-}
+std::set<NodeId> CommunicatorSearch::LeftOut() const { return Without(Tried(instances_)); }
 
 void CommunicatorSearch::GiveUp() {
-  lists_.clear();
+  instances_.clear();
+  failed_.clear();
   proven_.clear();
-  doubted_.clear();
 }
 
 std::set<NodeId> CommunicatorSearch::Failed(const Instances& instances) {
@@ -67,101 +50,48 @@ std::set<NodeId> CommunicatorSearch::Failed(const Instances& instances) {
     GiveUp();
     tried = instances;
   }
-  Drop([&tried](const Instance& i) { return tried.contains(i); });
-  RemoveEmpty();
-  // If a half fails while no daemon is proven, the other half counts as sound, which is right as
-  // long as only one daemon is broken.
-  for (List& list : lists_) list.of_fault &= !proven_.empty();
-  lists_.push_front({tried, true});
-  HalveFirst();
-  // The update goes on with what is proven, or else, if the list was halved, with its first half.
-  return !proven_.empty() || tried.size() == 1 ? Daemons() : LeftOut();
+  instances_.insert(tried.begin(), tried.end());
+  Daemons failed = DaemonsOf(tried);
+  if (!WouldFail(failed)) {
+    std::erase_if(failed_, [&failed](const Daemons& more) { return Within(failed, more); });
+    failed_.push_back(std::move(failed));
+  }
+  Tidy();
+  const Daemons out = Without(proven_.empty() ? Tried(tried) : Instances());
+  const auto fails = [this](const Instance& i) { return WouldFail(i); };
+  if (proven_.empty() && std::all_of(instances_.begin(), instances_.end(), fails)) failed_.clear();
+  return out;
 }
 
 std::set<NodeId> CommunicatorSearch::CameUp(const std::set<NodeId>& daemons) {
   if (!active()) return {};
   proven_.insert(daemons.begin(), daemons.end());
-  for (List& list : lists_) list.instances = Unproven(list.instances);
-  doubted_ = Unproven(doubted_);
+  instances_ = Unproven(instances_);
+  const Instances failed = Unproven({failed_.begin(), failed_.end()});
+  failed_.assign(failed.begin(), failed.end());
+  Daemons broken;
+  for (const Daemons& set : failed_) {
+    if (!Within(set, DaemonsOf(instances_))) continue;  // an instance of it is not there
+    const bool all_fail = std::all_of(instances_.begin(), instances_.end(), [&](const Instance& i) {
+      return !Meets(i, set) || WouldFail(i);
+    });
+    if (all_fail) broken.insert(set.begin(), set.end());
+  }
+  const auto meets = [&broken](const Daemons& some) { return Meets(some, broken); };
+  std::erase_if(instances_, meets);
+  std::erase_if(failed_, meets);
   Tidy();
-  std::set<NodeId> broken;
-  for (std::set<NodeId> more = Broken(); !more.empty(); more = Broken()) {
-    Drop([&more](const Instance& i) { return Meets(i, more); });
-    RemoveEmpty();
-    broken.merge(more);
-  }
-  LetWait();
-  if (!broken.empty()) JoinLists(/*halves=*/true);
-  Tidy();
-  if (active() && lists_.front().at_fault) HalveFirst();
-  SplitFirst();
-  return broken;
-}
-
-// Whether an instance that is not known to be at fault may prove some of this instance's daemons,
-// and so show that the others are broken.
-bool CommunicatorSearch::MustWait(const Instance& at_fault) const {
-  if (at_fault.size() == 1) return false;
-  return std::any_of(lists_.begin(), lists_.end(), [&at_fault](const List& list) {
-    return !list.cornered() &&
-           std::any_of(list.instances.begin(), list.instances.end(), [&](const Instance& i) {
-             return Meets(i, at_fault) && !Within(at_fault, i);
-           });
-  });
-}
-
-// Puts instances alone at fault behind the others. What needs all daemons of one is at fault too.
-void CommunicatorSearch::LetWait() {
-  Instances waiting;
-  for (List& list : lists_) {
-    if (list.cornered()) waiting.merge(std::exchange(list, List()).instances);
-  }
-  Drop([&waiting](const Instance& i) {
-    return std::any_of(waiting.begin(), waiting.end(),
-                       [&i](const Instance& alone) { return Within(alone, i); });
-  });
-  RemoveEmpty();
-  for (const Instance& alone : waiting) {
-    lists_.push_back({.instances = {alone}, .at_fault = true, .aside = true});
-  }
-}
-
-bool CommunicatorSearch::HasCornered(const std::set<NodeId>& daemons) const {
-  return std::any_of(lists_.begin(), lists_.end(), [&daemons](const List& list) {
-    return list.cornered() && Within(*list.instances.begin(), daemons);
-  });
-}
-
-// A communicator of the first list would fail if it had all daemons of an instance alone at fault.
-void CommunicatorSearch::SplitFirst() {
-  while (active() && !lists_.front().at_fault && HasCornered(DaemonsOf(lists_.front().instances))) {
-    List second = std::move(lists_.front());
-    lists_.pop_front();
-    List first = second;
-    std::tie(first.instances, second.instances) = Halves(second.instances);
-    first.half = false;
-    lists_.push_front(std::move(second));
-    lists_.push_front(std::move(first));
-  }
-}
-
-std::set<NodeId> CommunicatorSearch::Broken() const {
-  std::set<NodeId> broken;
-  for (const List& list : lists_) {
-    if (!list.cornered()) continue;
-    const Instance& instance = *list.instances.begin();
-    if (!MustWait(instance)) broken.insert(instance.begin(), instance.end());
-  }
   return broken;
 }
 
 void CommunicatorSearch::Forget(NodeId daemon) {
-  if (proven_.erase(daemon) > 0) {
-    // A communicator failed with a list and the proven daemons: the forgotten daemon may have been
-    // the cause, so it speaks against no list any more.
-    for (List& list : lists_) list.at_fault = list.half = false;
-  }
-  ForgetIf([daemon](const Instance& i) { return i.contains(daemon); });
+  const auto has = [daemon](const Daemons& some) { return some.contains(daemon); };
+  // A communicator failed with a set and the proven daemons, so the forgotten daemon may have been
+  // the cause.
+  const bool proven = proven_.erase(daemon) > 0;
+  std::erase_if(failed_, [&](const Daemons& set) { return proven || has(set); });
+  std::erase_if(instances_, has);
+  Tidy();
 }
 
 CommunicatorSearch::Instances CommunicatorSearch::Unproven(const Instances& instances) const {
@@ -173,141 +103,67 @@ CommunicatorSearch::Instances CommunicatorSearch::Unproven(const Instances& inst
   return unproven;
 }
 
-bool CommunicatorSearch::Doubted(const Instance& instance) const {
-  return std::any_of(doubted_.begin(), doubted_.end(),
-                     [&instance](const Instance& d) { return Within(d, instance); });
+bool CommunicatorSearch::WouldFail(const std::set<NodeId>& daemons) const {
+  return std::any_of(failed_.begin(), failed_.end(),
+                     [&daemons](const Daemons& set) { return Within(set, daemons); });
 }
 
-std::set<NodeId> CommunicatorSearch::Daemons() const {
-  std::set<NodeId> all;
-  for (const List& list : lists_) all.merge(DaemonsOf(list.instances));
-  return all;
-}
-
-void CommunicatorSearch::Drop(const std::function<bool(const Instance&)>& gone) {
-  List* before = nullptr;
-  for (List& list : lists_) {
-    if (std::erase_if(list.instances, gone) > 0) {
-      // An instance that is taken off may be the one at fault.
-      list.at_fault = list.half = false;
-      if (before != nullptr) before->half = false;
-    }
-    before = &list;
+CommunicatorSearch::Instances CommunicatorSearch::Tried(const Instances& instances) const {
+  Instances hopeful = instances;
+  std::erase_if(hopeful, [this](const Instance& i) { return WouldFail(i); });
+  Instances outside = hopeful;
+  std::erase_if(outside, [this](const Instance& i) {
+    return std::any_of(failed_.begin(), failed_.end(),
+                       [&i](const Daemons& set) { return Meets(i, set); });
+  });
+  if (!outside.empty()) return outside;
+  const Daemons all = DaemonsOf(hopeful);
+  const Daemons* smallest = nullptr;
+  for (const Daemons& set : failed_) {
+    if (!Within(set, all) || (smallest != nullptr && smallest->size() <= set.size())) continue;
+    smallest = &set;
   }
+  return smallest == nullptr ? hopeful : Half(hopeful, *smallest);
 }
 
-void CommunicatorSearch::ForgetIf(const std::function<bool(const Instance&)>& gone) {
-  Drop(gone);
-  Tidy();
-}
-
-void CommunicatorSearch::RemoveEmpty() {
-  bool next_at_fault = false;
-  for (auto list = lists_.begin(); list != lists_.end();) {
-    if (list->instances.empty()) {
-      if (list != lists_.begin()) std::prev(list)->half = false;
-      next_at_fault = list->half;
-      list = lists_.erase(list);
-      continue;
+// The instances of about half of the set's daemons, of which together no failed set is a part. The
+// half has every instance that its daemons suffice for.
+CommunicatorSearch::Instances CommunicatorSearch::Half(const Instances& instances,
+                                                       const std::set<NodeId>& failed) const {
+  std::vector<Instance> order(instances.begin(), instances.end());
+  std::stable_sort(order.begin(), order.end(),
+                   [](const Instance& a, const Instance& b) { return a.size() < b.size(); });
+  Daemons half;
+  size_t covered = 0;  // of `failed`
+  for (const Instance& instance : order) {
+    if (covered >= (failed.size() + 1) / 2) break;
+    if (!Meets(instance, failed)) continue;
+    Daemons more;
+    for (const NodeId daemon : instance) {
+      if (half.insert(daemon).second) more.insert(daemon);
     }
-    list->at_fault |= next_at_fault;
-    next_at_fault = false;
-    ++list;
+    if (WouldFail(half)) {
+      for (const NodeId daemon : more) half.erase(daemon);
+    } else {
+      for (const NodeId daemon : more) covered += failed.contains(daemon) ? 1 : 0;
+    }
   }
+  Instances tried = instances;
+  std::erase_if(tried, [&half](const Instance& i) { return !Within(i, half); });
+  return tried;
+}
+
+std::set<NodeId> CommunicatorSearch::Without(const Instances& tried) const {
+  Daemons out = DaemonsOf(instances_);
+  for (const NodeId daemon : DaemonsOf(tried)) out.erase(daemon);
+  return out;
 }
 
 void CommunicatorSearch::Tidy() {
-  RemoveEmpty();
-  if (lists_.empty()) GiveUp();
-  Check();
-}
-
-// Joins the lists that are tried next into one list, and puts it before the others. `halves`: also
-// what is left of lists that were at fault.
-void CommunicatorSearch::JoinLists(bool halves) {
-  List all;
-  std::deque<List> others;
-  for (List& list : lists_) {
-    if (list.aside || (list.of_fault && !halves)) {
-      others.push_back(std::move(list));
-    } else {
-      all.instances.merge(list.instances);
-    }
-  }
-  lists_ = std::move(others);
-  if (!all.instances.empty()) lists_.push_front(std::move(all));
-}
-
-// Two halves of at least two instances. The first has every instance that its daemons suffice for,
-// and never all.
-std::pair<Instances, Instances> CommunicatorSearch::Halves(const Instances& whole) const {
-  std::vector<Instance> order(whole.begin(), whole.end());
-  const auto key = [this, doubted = DaemonsOf(doubted_)](const Instance& i) {
-    return std::tuple(Doubted(i), Meets(i, doubted), i.size());
-  };
-  std::stable_sort(order.begin(), order.end(),
-                   [&key](const Instance& a, const Instance& b) { return key(a) < key(b); });
-  std::pair<Instances, Instances> halves;
-  // The daemons of the first instance in this order suffice for no other.
-  for (size_t count = (order.size() + 1) / 2; halves.second.empty(); count /= 2) {
-    order.resize(count);
-    const std::set<NodeId> daemons = DaemonsOf(order);
-    halves.first.clear();
-    for (const Instance& instance : whole) {
-      (Within(instance, daemons) ? halves.first : halves.second).insert(instance);
-    }
-  }
-  return halves;
-}
-
-// The first list is at fault. An instance that is alone in it waits for a communicator without it.
-void CommunicatorSearch::HalveFirst() {
-  if (lists_.front().instances.size() == 1) {
-    if (proven_.empty()) return SetFirstAside();
-    lists_.front().aside = true;
-    return Check();
-  }
-  List first;
-  List second;
-  first.of_fault = second.of_fault = first.half = true;
-  std::tie(first.instances, second.instances) = Halves(lists_.front().instances);
-  lists_.pop_front();
-  lists_.push_front(std::move(second));
-  lists_.push_front(std::move(first));
-  // Instances that are in no half are probably sound, so they are tried next, all together.
-  if (!proven_.empty()) JoinLists(/*halves=*/false);
-  Check();
-}
-
-// If no daemon is proven, the daemons that every update needs may be at fault, so the instance is
-// set aside and tried again after the others, and with it those that need all of its daemons.
-void CommunicatorSearch::SetFirstAside() {
-  const Instance failed = *lists_.front().instances.begin();
-  doubted_.insert(failed);
-  const bool all = std::all_of(lists_.begin(), lists_.end(), [this](const List& list) {
-    return std::all_of(list.instances.begin(), list.instances.end(),
-                       [this](const Instance& i) { return Doubted(i); });
-  });
-  if (all) doubted_ = {failed};  // a new turn
-  List aside;
-  aside.aside = true;
-  for (const List& list : lists_) {
-    for (const Instance& instance : list.instances) {
-      if (Within(failed, instance)) aside.instances.insert(instance);
-    }
-  }
-  Drop([&failed](const Instance& i) { return Within(failed, i); });
-  RemoveEmpty();
-  JoinLists(/*halves=*/true);
-  lists_.push_back(std::move(aside));
-  Check();
-}
-
-void CommunicatorSearch::Check() const {
-  for (const List& list : lists_) {
-    REFITD_CHECK(!list.instances.empty());
-    for (const Instance& i : list.instances) REFITD_CHECK(!i.empty() && !Meets(i, proven_));
-  }
+  if (instances_.empty()) GiveUp();
+  const auto sound = [this](const Daemons& some) { return !some.empty() && !Meets(some, proven_); };
+  REFITD_CHECK(std::all_of(instances_.begin(), instances_.end(), sound));
+  REFITD_CHECK(std::all_of(failed_.begin(), failed_.end(), sound));
 }
 
 }  // namespace refitd

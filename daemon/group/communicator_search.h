@@ -4,37 +4,30 @@
 // An update takes or leaves whole instances, so instances are tried. An instance is known by the
 // daemons of its ranks, without those that every update needs; instances on the same daemons are
 // one. A daemon that was in a communicator that came up since the search began is *proven*, and no
-// longer counts as one of an instance's. Every instance with other daemons is in one of the lists
-// that wait to be tried, one after another:
-//   - An update tries the first list beside the proven daemons, and leaves the others out.
-//   - The communicator comes up: the daemons of the list are proven. If it was half of a list with
-//     which the communicator had failed, the other half is at fault.
-//   - The communicator fails: the list is halved. If some daemons are proven, the update goes on
-//     with these alone, and the next update tries the first half, but before that all instances
-//     that are in no half. Else the update goes on with the first half. The first half has every
-//     instance that its daemons suffice for, and never all of them.
-//   - One instance alone at fault, and a communicator that comes up without it: its daemons are
-//     broken. If it has several, and some are those of instances that are not tried yet, it waits
-//     for these, which may prove its other daemons; until then no list is tried that has all its
-//     daemons. The next update tries all instances that are left in the lists together.
-//   - One instance alone failed, and no daemon is proven: the daemons that every update needs may
-//     be at fault, so the instance is set aside, and tried again after the others.
+// longer counts as one of an instance's. Of every communicator that failed, the search keeps the
+// daemons that are not proven: one of them is broken. An instance that has all daemons of such a
+// set would fail.
+//   - An update tries, beside the proven daemons, all instances that are in no failed set; else all
+//     that together have no whole failed set; else those of about half of the smallest failed set.
+//   - If its communicator fails and some daemons are proven, the update goes on with these alone.
+//     Else it goes on with half of what it tried.
+//   - The daemons of a failed set are broken once a communicator came up and every instance with
+//     one of them would fail: no instance could prove one of them any more.
+//   - If every instance would fail and no daemon is proven, the daemons that every update needs may
+//     be at fault, so all instances are tried again.
 // So one broken daemon of n instances is found by about log2(n) tries, and any number of them are
 // found; a daemon is called broken only after a communicator failed with it and another came up
-// without it. An update that begins with a list begins with an instance that it can bring the
-// version to.
+// without it.
 //
-// Invariants (checked): no list is empty, no instance in a list is without daemons or has a proven
-// daemon.
+// Invariants (checked): no instance and no failed set is empty or has a proven daemon; no failed
+// set contains another.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_COMMUNICATOR_SEARCH_H_
 #define REFITD_DAEMON_GROUP_COMMUNICATOR_SEARCH_H_
 
-#include <deque>
-#include <functional>
 #include <set>
-#include <utility>
+#include <vector>
 
 #include "transport/base/ids.h"
 
@@ -45,7 +38,7 @@ class CommunicatorSearch {
   using Instance = std::set<NodeId>;
   using Instances = std::set<Instance>;
 
-  bool active() const { return !lists_.empty(); }
+  bool active() const { return !instances_.empty(); }
 
   // An update begins that these instances take part in. Other instances are forgotten and not
   // tried.
@@ -66,43 +59,19 @@ class CommunicatorSearch {
   void Forget(NodeId daemon);
 
  private:
-  struct List {
-    Instances instances;
-    bool at_fault = false;  // a communicator failed with the list and the daemons proven then
-    bool half = false;      // if the list is proven, the next list is at fault
-    bool of_fault = false;  // part of a list that was at fault
-    // Tried after the others: instances that failed while no daemon was proven, or one instance at
-    // fault that waits until others are tried.
-    bool aside = false;
-    bool cornered() const { return at_fault && instances.size() == 1; }
-  };
-
   Instances Unproven(const Instances& instances) const;
-  std::set<NodeId> Daemons() const;  // of all lists
-  // Whether the instance needs all daemons of one that failed alone.
-  bool Doubted(const Instance& instance) const;
-  // Takes these instances off all lists.
-  void Drop(const std::function<bool(const Instance&)>& gone);
-  void ForgetIf(const std::function<bool(const Instance&)>& gone);
-  // Removes empty lists. If there are none left, the search is over.
+  bool WouldFail(const std::set<NodeId>& daemons) const;  // some failed set is among them
+  // Those of the instances that the next communicator tries.
+  Instances Tried(const Instances& instances) const;
+  Instances Half(const Instances& instances, const std::set<NodeId>& failed) const;
+  // The daemons of all instances but these.
+  std::set<NodeId> Without(const Instances& tried) const;
+  // If no instance is left, the search is over.
   void Tidy();
-  void RemoveEmpty();
-  bool MustWait(const Instance& at_fault) const;
-  std::set<NodeId> Broken() const;
-  void LetWait();
-  // Whether the daemons are all that an instance alone at fault needs.
-  bool HasCornered(const std::set<NodeId>& daemons) const;
-  void SplitFirst();
-  std::pair<Instances, Instances> Halves(const Instances& whole) const;
-  void HalveFirst();
-  void SetFirstAside();
-  void JoinLists(bool halves);
-  void Check() const;
 
-  std::deque<List> lists_;
+  Instances instances_;                   // not proven
+  std::vector<std::set<NodeId>> failed_;  // each has a broken daemon
   std::set<NodeId> proven_;
-  // Instances that failed alone while no daemon was proven: the others are tried before these.
-  Instances doubted_;
 };
 
 }  // namespace refitd

@@ -350,7 +350,7 @@ TEST_CASE("a communicator that was up is closed everywhere when a rank gives its
   CHECK(!f.View().communicator.has_value());
 }
 
-TEST_CASE("a wire that failed was told by its ranks only") {
+TEST_CASE("a failed wire's error named its ranks only") {
   Fixture f;
   f.OpenUpdate();
   f.Push(0, "t");
@@ -997,7 +997,7 @@ ReadinessBook BookOf(const std::vector<PeerReadiness>& told) {
   return book;
 }
 
-TEST_CASE("a daemon that joins is told the readiness of all instances, and then each change") {
+TEST_CASE("a daemon that joins is sent the readiness of all instances, and then each change") {
   Fixture f;
   REQUIRE(f.Sent<PeerReadiness>().size() == 1);
   CHECK(f.Sent<PeerReadiness>()[0].anew);

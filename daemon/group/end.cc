@@ -15,9 +15,9 @@ std::string Describe(const Failure& failure) {
   return "weights are dirty: instance " + group::Few(names);
 }
 
-// The failure with these suspects before its own: a rank says more than the daemon that reported
-// it.
-Failure ThenThose(std::vector<Suspect> first, Failure failure) {
+// The failure, with `first` before its own suspects: to name a rank says more than to name the
+// daemon that reported it.
+Failure WithSuspectsBefore(std::vector<Suspect> first, Failure failure) {
   const int64_t unnamed = failure.suspect_count - static_cast<int64_t>(failure.suspects.size());
   const std::vector<Suspect> own = std::exchange(failure.suspects, {});
   failure.suspect_count = 0;
@@ -101,7 +101,7 @@ group::GiveUp FailedVerification(const group::UpdateParticipants& participants,
   }
   return {fmt::format("verification{}{}: {}", labels.empty() ? "" : " of ", group::Few(labels),
                       Message(e.status)),
-          GiveUpClass::kVerification, ThenThose(std::move(ranks), FailureOf(e.status))};
+          GiveUpClass::kVerification, WithSuspectsBefore(std::move(ranks), FailureOf(e.status))};
 }
 
 }  // namespace
@@ -121,7 +121,7 @@ group::GiveUp group::FailedMove(const UpdateParticipants& participants, const Me
                       to_known ? " to " : "", to_known ? known.label(static_cast<uint32_t>(d)) : "",
                       Message(status)),
           lost ? GiveUpClass::kVerification : GiveUpClass::kTransfer,
-          ThenThose(std::move(ranks), FailureOf(status))};
+          WithSuspectsBefore(std::move(ranks), FailureOf(status))};
 }
 
 // ---- commit ----
@@ -150,15 +150,16 @@ void Group::Impl::On(const CommitEvent& e) {
   if (progress.committed) return;
   progress.tensor_count = std::max(progress.tensor_count, e.tensor_count);
   if (progress.next_seq < e.bucket_count) {
-    progress.announced = e.bucket_count;
+    progress.awaited_buckets = e.bucket_count;
   } else {
     TakeCommit(member, &progress, e.bucket_count);
   }
 }
 
-// A bucket was taken: if it is the last that a Commit waits for, the Commit takes effect.
-void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
-  if (progress->announced != progress->next_seq) return;
+// Called when a bucket was taken, and when the data phase begins: a Commit that has waited for this
+// takes effect, or is refused if tensors are missing.
+void Group::Impl::TakeCommitIfComplete(Member* member, TrainerProgress* progress) {
+  if (progress->awaited_buckets != progress->next_seq) return;
   if (const absl::Status covered = update->push.CheckIfLast(*progress, update->push.TensorCount());
       !covered.ok()) {
     if (progress->one_call) {
@@ -169,7 +170,7 @@ void Group::Impl::TakeAnnounced(Member* member, TrainerProgress* progress) {
     update->push.WithdrawCommit(progress, covered);
     return;
   }
-  TakeCommit(member, progress, *progress->announced);
+  TakeCommit(member, progress, *progress->awaited_buckets);
 }
 
 void Group::Impl::TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count) {
@@ -396,14 +397,14 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   }
   const std::vector<InstanceOutcome> outcomes =
       update->participants.Outcomes(committed, update->give_up.reason, update->give_up.failure);
-  const std::string told = committed ? reason : fmt::format("{} ({})", reason, Describe(failure));
-  AnswerAll(committed, told, failure, outcomes);
+  const std::string text = committed ? reason : fmt::format("{} ({})", reason, Describe(failure));
+  AnswerAll(committed, text, failure, outcomes);
   UpdateView last = group::ViewOf(*update);
   last.outcome = outcome;
   last.failure = failure;
   last.instances = outcomes;
   last.elapsed = out.now() - update->started;
-  history.Add(std::move(last), PastUpdate{outcome, told, failure});
+  history.Add(std::move(last), PastUpdate{outcome, text, failure});
   UpdateEnded ended = Ended(*update, outcome, reason, failure, out.now());
   if (!CatchUpRuns()) ended.pushed = bucket_log.Totals();
   LogEnd(*update, outcome, reason, &out);

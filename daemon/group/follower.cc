@@ -18,7 +18,7 @@ struct Follower::Impl {
     std::variant<TrainerIdentity, EngineIdentity> identity;
     std::shared_ptr<const Layout> layout;
     uint64_t layout_digest = 0;
-    // Waits for the slots on its GPU; the coordinator has not heard of the member.
+    // Waits for the slots on its GPU; the member was not reported to the coordinator yet.
     bool awaits_slots = false;
     bool welcomed = false;
     std::optional<UpdateId> prepared;  // Prepare was sent, no outcome yet
@@ -122,11 +122,11 @@ struct Follower::Impl {
   std::map<CallId, std::shared_ptr<const CheckedBucket>> buckets;  // until their reply
   std::map<CallId, SentLayout> layouts;  // unanswered; of attached members
   std::deque<std::pair<Version, PastUpdate>> past;
-  std::optional<ReadinessBook> book;  // set once the coordinator has told it
+  std::optional<ReadinessBook> book;  // set once the coordinator has sent it
   std::optional<LastReadiness> last_readiness;
   Worker worker;
   std::optional<TimePoint> heard;
-  // The time by which the coordinator must have told how the update ended.
+  // The time by which the coordinator must have sent the outcome of the update.
   std::map<UpdateId, TimePoint> outcome_due;
 
   // Valid during one Handle.
@@ -426,7 +426,7 @@ void Follower::Impl::Take(const Reply& c) {
 void Follower::Impl::Take(const PeerPrepare& c) {
   spec.trainer_ranks = c.trainer_ranks;
   worker.Handle(c, now, Out());
-  // The ranks are paused until they hear how the update ended, so a coordinator that goes on to
+  // The ranks are paused until they get the update's outcome, so a coordinator that goes on to
   // ping and never tells the end counts as lost (P4).
   outcome_due[c.update] = now + c.remaining + options.peer_limits.peer;
   for (const MemberId id : c.engines) {
@@ -546,8 +546,8 @@ void Follower::Impl::CheckInvariants() const {
   for (const auto& [id, member] : members) {
     REFITD_CHECK(id != MemberId());
     REFITD_CHECK(member.engine == std::holds_alternative<EngineIdentity>(member.identity));
-    // The coordinator has not heard of a rank that waits for its slots, so it has sent nothing to
-    // that rank.
+    // A rank that waits for its slots was not reported to the coordinator, so it has sent nothing
+    // to that rank.
     REFITD_CHECK(!member.awaits_slots || !member.welcomed);
     REFITD_CHECK(!member.prepared.has_value() || member.engine);
   }

@@ -777,7 +777,7 @@ TEST_CASE("a daemon whose only engine died left the update that it took part in"
   CHECK(f.follower().finished());
 }
 
-TEST_CASE("a coordinator that pinged and told no outcome kept an engine paused for ever") {
+TEST_CASE("a coordinator that pinged and sent no outcome kept an engine paused for ever") {
   Fixture f;
   PeerPrepare prepare;
   prepare.update = UpdateId(5);
@@ -849,7 +849,7 @@ void SendClean(Fixture* f, Standing standing = Standing::kClean) {
       .anew = true, .version = Version(3), .instances = {{"i", standing, Version(3)}}});
 }
 
-TEST_CASE("a joined daemon knows the readiness that the coordinator told, and nothing before") {
+TEST_CASE("a joined daemon shows the readiness that the coordinator sent, and none before") {
   Fixture f;
   CHECK(f.follower().readiness() == nullptr);
   SendClean(&f);
@@ -894,7 +894,7 @@ TEST_CASE(
   CHECK(f.follower().last_readiness()->book.Of("i", 0)->ready == ready);
 }
 
-TEST_CASE("a coordinator that told no readiness leaves none behind") {
+TEST_CASE("a coordinator that sent no readiness leaves none behind") {
   Fixture f;
   f.Do(LinkLost{absl::UnavailableError("gone")});
   CHECK_FALSE(f.follower().last_readiness().has_value());

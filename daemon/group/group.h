@@ -120,7 +120,7 @@ struct GroupLimits {
   Duration grant_limit = std::chrono::seconds(30);
   // How long transfers may drain after an abort. The coordinator waits for its own daemon's
   // transfers even longer (P6). When this time has passed, members whose memory no transfer touches
-  // hear the outcome, and other daemons that have not ended their share are lost.
+  // are sent the outcome, and other daemons that have not ended their share are lost.
   Duration cleanup_limit = std::chrono::seconds(1);
   // A compiled refit compares every box that several ranks hold once within this many versions: a
   // part of the boxes on each version. 1: all boxes on every version.
@@ -173,8 +173,8 @@ struct EngineIdentity {
   std::string daemon{};  // that daemon's id, for messages; empty: the coordinator's
   // The rank's weights are dirty or unknown since an earlier lease. Never set beside held_version.
   bool dirty = false;
-  // The incarnation in which held_version was committed; 0: the rank did not tell. Status shows it;
-  // it never raises the group's version.
+  // The incarnation in which held_version was committed; 0: the rank did not name it. Status shows
+  // it; it never raises the group's version.
   uint64_t held_origin = 0;
   // The rank's memory is on a GPU. Known only of members of the coordinator's own daemon.
   bool on_device = false;
@@ -390,9 +390,10 @@ struct BucketEvent {
   UpdateId update{};
 };
 
-// A part was moved: its transfers read and write nothing any more. Also the answer to
-// StartTransfer, of one daemon, and a node's report that its share has ended: the node neither
-// reads, writes, sends nor receives the part any more. Such destinations are numbered as in
+// The move of a part has ended, well or not: the part is neither read, written, sent nor received
+// any more. Three senders: an executor answers a worker's StartTransfer with it, a worker reports
+// the end of its daemon's share, and the coordinator reports the end of all shares to the group.
+// Only the last numbers the destinations as the group does; the others number them as in
 // PeerPrepare.
 struct TransferDone {
   UpdateId update;
@@ -400,7 +401,8 @@ struct TransferDone {
   absl::Status status;  // not OK: verification failed, or the program could not be made
   std::vector<int64_t> bytes_written;  // per destination
   int failed_destination = -1;         // the destination at fault, if not OK and known
-  // By range, if they were asked for: of the trainer's bytes, or of the slot that a node received.
+  // By range, if they were asked for: digests of the trainer's bytes, or of the slot that a node
+  // received.
   std::vector<uint64_t> digests{};
   BroadcastMethod broadcast = BroadcastMethod::kDirect;  // the method that moved the bytes
   bool wire_failed = false;  // of a node: its communicator can't be used any more
@@ -421,7 +423,7 @@ struct CommitEvent {
   // Some of these buckets may still be on their way: the commit waits for them.
   bool pushes_under_way = false;
   UpdateId update{};         // as BucketEvent::update
-  int64_t tensor_count = 0;  // of all ranks together; 0: not told
+  int64_t tensor_count = 0;  // of all ranks together; 0: unknown
 };
 // Begin, the compiled moves and Commit in one call. The rank has a layout, and the caller has
 // compared its binding generation. The rank may have begun the update before and pushed buckets of
@@ -588,28 +590,29 @@ struct PlanRefit {
   std::vector<RouteMember> destinations;
   RouteOptions options;
 };
-// The program that an update runs. Sources and destinations are numbered as in the plan.
+// The program that an update runs, and which nodes and members the numbers in its plan mean. The
+// plan numbers destinations as UpdateRecord::destinations does.
 struct ProgramUse {
   ProgramId program;
   std::shared_ptr<const RefitPlan> plan;
-  std::vector<NodeId> nodes;      // by the plan's numbers
-  std::vector<MemberId> sources;  // the destinations are UpdateRecord's
-  bool catch_up = false;          // the sources are engine ranks
+  std::vector<NodeId> nodes;      // by number of the plan
+  std::vector<MemberId> sources;  // by number of the plan
+  bool catch_up = false;          // the update is a catch-up: the sources are engine ranks
 };
 
-// Which node has which of an update's destinations. A node numbers its own, in the order of the
-// group's numbers.
+// The destinations of an update: in-place engine ranks. The group numbers all of them in the order
+// of Add; each node numbers those of its own members, in the same order.
 class Destinations {
  public:
   void Add(NodeId node, MemberId rank);
   size_t size() const { return ranks_.size(); }
-  // By the group's numbers.
+  // `destination`: the group's number.
   MemberId operator[](size_t destination) const { return ranks_.at(destination); }
   NodeId NodeOf(uint32_t destination) const { return node_of_.at(destination); }
-  // The group's numbers, by the node's.
+  // The group's number of each destination of the node, in the order of the node's numbers.
   const std::vector<uint32_t>& On(NodeId node) const;
   const std::map<NodeId, std::vector<uint32_t>>& by_node() const { return by_node_; }
-  // `skip`: by the group's numbers. Returns it by the node's.
+  // `skip` is indexed by the group's numbers, the result by the node's.
   std::vector<bool> SkipOn(NodeId node, const std::vector<bool>& skip) const;
 
  private:
@@ -618,8 +621,8 @@ class Destinations {
   std::vector<MemberId> ranks_;
 };
 
-// A running update. There is one record of it: the group's machines and those of its nodes read it
-// where it is.
+// A running update. The group and the coordinator share this one record: Group fills it in, and the
+// machines of both read it.
 struct UpdateRecord {
   UpdateRecord(UpdateId update, Version wanted) : id(update), version(wanted) {}
   UpdateRecord(const UpdateRecord&) = delete;
@@ -627,25 +630,25 @@ struct UpdateRecord {
 
   const UpdateId id;
   const Version version;
-  // What it was begun with, and when its phases began and end.
+  // When each phase began or must end, then what Begin asked for.
   TimePoint started;
   TimePoint data_began;  // when every rank had answered Ready
   TimePoint data_ended;  // when the last Commit came
   TimePoint deadline;
   TimePoint ready_deadline;  // set from Preparing on
-  int64_t tensor_count = 0;  // of Begin; 0: it named none
+  int64_t tensor_count = 0;  // 0: Begin named none
   int64_t total_bytes = 0;
   std::string note;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
-  // What it was assembled from.
-  std::optional<ProgramUse> use;
-  Destinations destinations;  // in-place ranks
+  // Set when the update is assembled (UpdateAssembled).
+  std::optional<ProgramUse> use;  // nullopt: nothing but pushed buckets is moved
+  Destinations destinations;
   // The index of the destinations' layouts. Null: some ranks of the update are on other daemons.
   std::shared_ptr<const DestinationIndex> index;
-  // Its coordinator keeps these.
+  // The coordinator sets these.
   std::set<NodeId> nodes;  // with a trainer or engine rank in the update, and not lost
-  bool abandoned = false;  // its nodes start nothing new
+  bool abandoned = false;  // the update is given up: nodes start nothing new
 
   // Whether its sources are engine ranks.
   bool from_engines() const { return use.has_value() && use->catch_up; }
@@ -674,7 +677,7 @@ struct SendPart {
 struct SendCommitted {
   MemberId member;
   Version version;
-  // The group's incarnation and owner. The member's own daemon sets them when it tells the member.
+  // The group's incarnation and owner. The member's own daemon sets them when it sends the event.
   uint64_t incarnation = 0;
   std::string owner{};
   // Engines: the ContentDigest of the rank's registered memory; 0: not all of it was read back.
@@ -690,7 +693,8 @@ struct SendAborted {
 struct SendDraining {
   MemberId member;
 };
-// Actions that a member of another daemon hears of in the same words: its daemon performs them.
+// The events of a member of another daemon that are sent to that daemon as they are; it performs
+// them.
 using MemberAction = std::variant<SendCommitted, SendAborted, SendDraining>;
 
 // One part of a bucket, as its root gets it; the others get what concerns them.
@@ -869,7 +873,7 @@ struct InstanceView {
   int world_size = 0;
   int attached = 0;
   std::string reason;
-  // The incarnation in which `version` was committed; 0: not told, or no version.
+  // The incarnation in which `version` was committed; 0: unknown, or no version.
   uint64_t origin = 0;
   Readiness readiness{};
   // Tells what catch-ups do for an instance that lacks the group's version and could catch up.

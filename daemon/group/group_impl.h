@@ -1,14 +1,10 @@
 // The conductor: it hands events to the group's machines, and takes the steps that these make
 // possible. Only group/*.cc includes it.
 //
-//   group.cc    events to steps, the clock, catch-ups
-//   view.cc     what status shows
-//   members.cc  attach, loss
-//   begin.cc    Begin, Prepare, Ready
-//   data.cc     slots, buckets, acknowledgements
-//   refit.cc    the one call of a compiled refit
-//   end.cc      Commit, verification, eviction, giving up
-//   catch_up.cc     catch-ups: late instances get the version from clean ones
+//   group.cc    events to steps; the data phase: slots, buckets, acknowledgements; the clock,
+//   catch-ups view.cc     what status shows members.cc  attach, loss begin.cc    Begin, Prepare,
+//   Ready refit.cc    the one call of a compiled refit end.cc      Commit, verification, eviction,
+//   giving up catch_up.cc    catch-ups: late instances get the version from clean ones
 //   invariants.cc  what must hold after every event
 //
 // Every event ends in Pump(), which takes all steps that have become possible. Not thread-safe.
@@ -138,7 +134,7 @@ struct Group::Impl {
   void OpenDataIfReady();
   void FailUnready();
 
-  // ---- data.cc ----
+  // ---- the data phase, in group.cc ----
   // The progress of the rank in the running update, or why its data calls are refused. `wanted`:
   // the update that the call names; 0: none.
   absl::StatusOr<TrainerProgress*> OpenFor(const Member& member, Version version, UpdateId wanted);
@@ -159,7 +155,7 @@ struct Group::Impl {
 
   // ---- end.cc ----
   void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
-  void TakeAnnounced(Member* member, TrainerProgress* progress);
+  void TakeCommitIfComplete(Member* member, TrainerProgress* progress);
   void SettleIfDone();
   void Evict(uint32_t participant, const GiveUp& why);
   // A live rank is late or failed: evicts its instance, or gives the update up.

@@ -219,7 +219,7 @@ TEST_CASE("Refit without a layout, with buckets never pushed, or of an old versi
   CHECK(p.g.Code(p.g.Refit(p.trainer, 3)) == StatusCode::kFailedPrecondition);
 }
 
-TEST_CASE("a Refit that ends a lost update is told who lost it, and opens no other") {
+TEST_CASE("a Refit that ends a lost update fails with who lost it, and opens no other") {
   const int ranks = GENERATE(2, 3);
   const bool pushes = GENERATE(false, true);
   GroupSpec spec = TestGroup::DefaultSpec();

@@ -723,7 +723,7 @@ TEST_CASE("a tensor count that Commit tells is of all ranks, and the same on eac
   CHECK(g.Code(told) == kOk);
 }
 
-TEST_CASE("a tensor count goes with the waiting commit that told it") {
+TEST_CASE("a tensor count is dropped with the waiting commit that named it") {
   TestGroup g;
   const MemberId t = g.AttachTrainer();
   g.LoaderRank("s");
@@ -1545,7 +1545,7 @@ TEST_CASE("leases are limited, waited for in order, given back and named when no
   CHECK(g.Code(served) == kOk);
 }
 
-TEST_CASE("a rank whose leased slots wait for its own earlier bucket is told so at once") {
+TEST_CASE("a lease that only the rank's own earlier bucket can free fails at once and says so") {
   OneToLoader g(SpecOf(1, 1, 2));
   BucketDraft b = g.MakeBucket(g.trainer, 1, 1, {kModel[1]});
   b.LieIn(g.Get<LeaseSlotReply>(g.Lease(g.trainer, 1)).grant, {0});

@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/group/bucket_draft.h"
+#include "daemon/group/bucket_draft_testing.h"
 #include "daemon/group/group.h"
 
 namespace refitd {

@@ -1,4 +1,5 @@
-// What became of a group's updates.
+// The updates of a group that have ended: how each of the last kRememberedUpdates ended, for
+// GetUpdate and for late calls, and the views of the last of them, for status.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_HISTORY_H_
@@ -18,7 +19,8 @@ namespace refitd::group {
 
 class UpdateHistory {
  public:
-  // `what`: what GetUpdate answers; callers ask for trainers' updates only.
+  // `what`: the answer to GetUpdate. Catch-ups are only shown, never answered: GetUpdate is about
+  // trainers' updates.
   void Add(UpdateView view, PastUpdate what) {
     last_was_catch_up_ = view.catch_up;
     if (view.catch_up) {
@@ -43,15 +45,15 @@ class UpdateHistory {
     }
     return {};
   }
-  // The answer to a rank that takes the update for open. OK: no such update is remembered.
+  // The error for a call to an update that is over. OK: no update to that version is remembered.
   absl::Status Refuse(Version version) const {
     for (auto it = past_.rbegin(); it != past_.rend(); ++it) {
       if (it->version == version) return Refuse(*it);
     }
     return absl::OkStatus();
   }
-  // The rank began that update, which is over. Its call means that update only, never another one,
-  // even if both install the same version.
+  // The same for a call that names the update that its rank began. It gets no other update's error,
+  // even if another one installed the same version.
   absl::Status Refuse(UpdateId update, Version version) const {
     for (const Ended& ended : past_) {
       if (ended.update == update) return Refuse(ended);
@@ -62,7 +64,7 @@ class UpdateHistory {
         version, update);
   }
 
-  // The last of the trainers, the last catch-up, and the last of both.
+  // The last update of trainers, the last catch-up, and whichever of the two ended later.
   const std::optional<UpdateView>& update() const { return update_; }
   const std::optional<UpdateView>& catch_up() const { return catch_up_; }
   const std::optional<UpdateView>& latest() const {

@@ -1,6 +1,5 @@
 // The invariants of a group, after every event. CheckState is always on; CheckInvariants costs as
 // much as the group has members, calls and parts, and is for tests, simulation and fuzzing.
-#include <algorithm>
 
 #include "daemon/group/group_impl.h"
 

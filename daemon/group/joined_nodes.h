@@ -55,12 +55,13 @@ class JoinedNodes {
     return failure;
   }
 
-  // As Coordinator::CanJoin, for the group of that name.
+  // Whether that daemon may join now, with the errors of Coordinator::CanJoin. `group`: the group's
+  // name, for the message.
   absl::Status CanJoin(const std::string& group, const std::string& daemon_id,
                        const std::string& boot_id, const std::string& address) const;
   void Join(const NodeJoined& joined, TimePoint now);
   bool Leave(NodeId node) { return nodes_.erase(node) > 0; }
-  // The node sent something. False: it is gone.
+  // The node sent something, so it is not silent. False: it is no node of the group any more.
   bool Heard(NodeId node, TimePoint now);
   // Pings the nodes that are due. Returns those that were silent for too long.
   std::vector<NodeId> Ping(TimePoint now, NodeCommands* commands);
@@ -94,7 +95,7 @@ class JoinedNodes {
   std::map<NodeId, Node> nodes_;
   // Found anew at each Ping, not at each report, since every event asks for the next deadline.
   std::optional<TimePoint> due_;
-  bool joined_anew_ = false;  // a node has no readiness
+  bool joined_anew_ = false;  // a node joined that was not sent the readiness yet
 };
 
 }  // namespace refitd::coordinator

@@ -108,7 +108,8 @@ struct CloseLink {
   std::string reason;
 };
 // Follower: make the staging slots that an engine rank awaits (EngineAttached::awaits_slots); the
-// group's spec is known by now. Answered by SlotsMade; only then the coordinator hears of the rank.
+// group's spec is known by now. Answered by SlotsMade; only then the rank is reported to the
+// coordinator.
 struct MakeSlots {
   MemberId member;
 };
@@ -167,7 +168,7 @@ struct NodeView {
   std::string address;
   std::string_view state;  // "self", "joining", "joined"
   int members = 0;
-  Duration silent{};              // time since it was last heard
+  Duration silent{};              // time since its last message
   Protocol protocol = kProtocol;  // the version spoken with it
   // Why its instances take part in no update; empty: they take part.
   std::string kept_out;
@@ -241,8 +242,8 @@ class GroupMachine {
   // A follower has no statistics, and knows only the past updates in which its daemon took part.
   virtual UpdateStatistics Statistics() const = 0;
   virtual PastUpdate Past(Version version) const = 0;
-  // The readiness of the group's instances. Null: a follower that the coordinator has not told, or
-  // that has lost the coordinator.
+  // The readiness of the group's instances. Null: a follower to which the coordinator has not
+  // sent it, or that has lost the coordinator.
   virtual const ReadinessBook* readiness() const = 0;
 
   // Aborts the process if an invariant does not hold. Takes as long as the group is large, so it is

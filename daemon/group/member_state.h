@@ -14,7 +14,7 @@
 // Triggers:
 //   prepare  Prepare was sent (engine) or Begin came (trainer)
 //   ready    the rank answered Ready (engine), or its Begin was answered (trainer)
-//   outcome  the rank is told committed or aborted
+//   outcome  Committed or Aborted is sent to the rank
 //   lost     its lease ended
 //   quiet    no transfer or verification touches its memory
 //

@@ -60,7 +60,7 @@ void Group::Impl::ExpelUnwelcome() {
   out.Changed();
 }
 
-// Whoever waits for the instance of a rank that was refused hears that at once, since waiting does
+// Calls that wait for the instance of a rank that was refused fail at once, since waiting does
 // not help (P4).
 void Group::Impl::RefuseDeclared(Member* member, const absl::Status& why) {
   members.RefuseDeclared(member, why);

@@ -182,7 +182,7 @@ absl::Status Membership::CheckTrainer(const TrainerIdentity& who) const {
   return absl::OkStatus();
 }
 
-// OK: no engine of the group says that it takes the weights of others alone (P9).
+// OK: no engine of the group excludes the weights of this identity (P9).
 absl::Status Membership::CheckEnginesTake(const std::string& identity) const {
   for (const auto& [id, member] : members_) {
     if (member.takes_of.empty() || MatchesOwner(member.takes_of, identity)) continue;

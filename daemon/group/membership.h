@@ -132,7 +132,7 @@ class Membership {
   // `held`: whether the group accepts the version that the rank says it holds.
   absl::Status CheckEngine(const EngineIdentity& who, const absl::Status& held) const;
   // The rank is a member from now on. Returns whether another identity owns the group by that, so
-  // that attached trainers have to leave. `draining`: the member hears it at once.
+  // that attached trainers have to leave. `draining`: the member is sent SendDraining at once.
   bool EnterTrainer(Member member, bool draining);
   bool EnterEngine(Member member, const EngineIdentity& who, bool draining);
   void Register(Member* member, const LayoutRegistered& e);

@@ -233,7 +233,7 @@ void UpdateParticipants::AbortEvictedIfQuiet() {
   }
 }
 
-// A member hears what became of its own instance.
+// Each member gets the outcome of its own instance.
 void UpdateParticipants::SendAborted(const Participant& participant, const std::string& reason,
                                      const Failure& failure) {
   const Instance* instance = members_.FindInstance(participant.instance);

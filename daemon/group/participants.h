@@ -1,9 +1,10 @@
 // The instances that take part in an update: which ranks they have, where their bytes go, who is
-// ready, who was evicted, and what each of their ranks hears in the end.
+// ready, who was evicted, and which outcome each of their ranks gets.
 //
 // It keeps P1 (an instance that was not written in full is not committed), P2 (an instance is dirty
-// from its first byte to the commit, and its ranks hear so) and P6 (a rank hears that it may go on
-// only when no copy touches its instance's memory). Pure; not thread-safe: lives inside its update.
+// from its first byte to the commit, and its ranks are sent that) and P6 (a rank is sent that it
+// may go on only when no copy touches its instance's memory). Pure; not thread-safe: lives inside
+// its update.
 #ifndef REFITD_DAEMON_GROUP_PARTICIPANTS_H_
 #define REFITD_DAEMON_GROUP_PARTICIPANTS_H_
 
@@ -49,18 +50,19 @@ class UpdateParticipants {
 
   // ---- assembling ----
 
-  // Takes the instances in. `others`: members of the update that are no participants. `kept`: the
-  // catalog of an earlier update, which is replaced if it does not fit.
+  // Makes a participant of every instance that `takes_in` accepts. `others`: members of the update
+  // that belong to no participant. `kept`: the catalog of an earlier update, which is replaced if
+  // it does not fit.
   absl::Status Assemble(const TakesIn& takes_in, const std::vector<MemberId>& others,
                         std::shared_ptr<const Catalog>* kept);
-  // Nobody takes part yet.
+  // Forgets all instances: the update waits for more, and is assembled anew.
   void Clear();
   // Sends Prepare to every rank.
   void Prepare();
-  // The rank is ready. `preparing`: the update waits for that.
+  // The rank has answered Ready. `preparing`: the update waits for that.
   void MarkReady(Member* member, bool preparing);
   bool all_ready() const;
-  // The first rank that is not ready, of an instance in the update.
+  // The participant's first rank that has not answered Ready; nullopt: all ranks have.
   std::optional<MemberId> FirstUnready(uint32_t index) const;
   std::vector<std::string> Unready() const;
   void SuspectUnready(uint32_t index, Failure* failure) const;

@@ -152,9 +152,9 @@ absl::Status UpdatePush::CheckBucket(const TrainerProgress& progress, const Buck
     return Precondition("seq: {}: the rank has committed version {} already", bucket.seq,
                         e.version);
   }
-  if (progress.announced.has_value() && bucket.seq >= *progress.announced) {
+  if (progress.awaited_buckets.has_value() && bucket.seq >= *progress.awaited_buckets) {
     return Precondition("seq: {}, but the rank commits with {} buckets", bucket.seq,
-                        *progress.announced);
+                        *progress.awaited_buckets);
   }
   if (bucket.seq - progress.next_seq >= limits_.outstanding_buckets) {
     return Error(absl::StatusCode::kResourceExhausted,
@@ -466,9 +466,9 @@ absl::Status UpdatePush::CheckCommit(const TrainerProgress& progress, const Comm
     return Precondition("bucket_count: {}, but the rank has committed with {} already",
                         e.bucket_count, progress.bucket_count);
   }
-  if (progress.announced.has_value() && *progress.announced != e.bucket_count) {
+  if (progress.awaited_buckets.has_value() && *progress.awaited_buckets != e.bucket_count) {
     return Precondition("bucket_count: {}, but the rank commits with {} already", e.bucket_count,
-                        *progress.announced);
+                        *progress.awaited_buckets);
   }
   const int64_t pushed = progress.next_seq + static_cast<int64_t>(progress.early.size());
   if (pushed > e.bucket_count) {
@@ -501,7 +501,7 @@ absl::Status UpdatePush::CheckIfLast(const TrainerProgress& progress, int64_t te
 }
 
 void UpdatePush::WithdrawCommit(TrainerProgress* progress, const absl::Status& why) {
-  progress->announced.reset();
+  progress->awaited_buckets.reset();
   progress->tensor_count = 0;
   for (const auto& request : std::exchange(progress->commits, {})) {
     requests_.Finish(request, why, EmptyReply{});
@@ -514,7 +514,7 @@ void UpdatePush::WithdrawIfNobodyWaits(const Request& commit, const absl::Status
   const auto it = trainers_.find(member->rank);
   if (it == trainers_.end() || it->second.member != commit.member) return;
   TrainerProgress& progress = it->second;
-  if (!progress.announced.has_value() || progress.committed) return;
+  if (!progress.awaited_buckets.has_value() || progress.committed) return;
   if (std::any_of(progress.commits.begin(), progress.commits.end(),
                   [](const auto& request) { return !request->calls.empty(); })) {
     return;
@@ -541,7 +541,7 @@ void UpdatePush::AppendUncommitted(std::vector<std::string>* waits) const {
   for (const auto& [rank, progress] : trainers_) {
     if (progress.committed) continue;
     const std::string label = members_.Label(progress.member);
-    waits->push_back(progress.early.empty() && !progress.announced.has_value()
+    waits->push_back(progress.early.empty() && !progress.awaited_buckets.has_value()
                          ? fmt::format("{} to commit", label)
                          : fmt::format("{} to push seq {}", label, progress.next_seq));
   }

@@ -1,10 +1,9 @@
 // What trainer ranks push in an update: their buckets in order, the parts that these are cut into,
 // and which parts loader ranks still have to acknowledge.
 //
-// It keeps P1 (nothing settles before every rank has committed), P4 (an acknowledgement that is
-// late is found), P7 (parts start in their order) and P10 (what a rank may have outstanding is
-// limited). Pure; not thread-safe: lives inside its
-// update.
+// It keeps P1 (nothing settles before every rank has committed), P4 (a late acknowledgement is
+// found), P7 (parts start in their order) and P10 (a limit on what a rank has outstanding). Pure;
+// not thread-safe: an update owns it.
 #ifndef REFITD_DAEMON_GROUP_PUSH_H_
 #define REFITD_DAEMON_GROUP_PUSH_H_
 
@@ -58,13 +57,13 @@ struct Part {
 // A trainer rank that has begun.
 struct TrainerProgress {
   MemberId member;
-  std::vector<std::shared_ptr<Request>> begins;  // unanswered
+  std::vector<std::shared_ptr<Request>> begins;  // unanswered calls
   int64_t next_seq = 0;
-  std::map<int64_t, std::shared_ptr<Bucket>> early;  // reorder window: the seqs after next_seq
+  std::map<int64_t, std::shared_ptr<Bucket>> early;  // by seq: those that came before their turn
   int pending_buckets = 0;                           // accepted and unanswered
-  // Set if Commit came before all of the rank's buckets: the count of buckets at which it takes
-  // effect.
-  std::optional<int64_t> announced;
+  // Set while a Commit waits for buckets of the rank: the count of taken buckets at which the
+  // Commit takes effect.
+  std::optional<int64_t> awaited_buckets;
   int64_t tensor_count = 0;  // of its Commit; 0: none
   bool committed = false;
   int64_t bucket_count = 0;
@@ -137,7 +136,7 @@ class BucketLog {
 // Checks a number that a rank names of the update: it must not be negative, and not differ from
 // that of the ranks before. 0: not named.
 absl::Status CheckCount(std::string_view field, int64_t count, int64_t before);
-// The same of tensor_count, which has a limit (RESOURCE_EXHAUSTED).
+// The same for tensor_count, which also has a limit (RESOURCE_EXHAUSTED).
 absl::Status CheckTensors(int64_t count, int64_t before);
 
 class UpdatePush {

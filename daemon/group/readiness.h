@@ -80,7 +80,7 @@ class ReadinessBook {
   // The coordinator is lost: nobody knows how the running update ends, so that instances in it are
   // unknown, which counts as dirty (P2).
   void LoseCoordinator();
-  // The instance's ranks were told to be ready for an update.
+  // Prepare was sent to the instance's ranks.
   void MarkUnknown(const std::string& instance);
 
   // nullopt: the instance is not known.

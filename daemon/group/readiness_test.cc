@@ -76,7 +76,8 @@ TEST_CASE("an instance that is gone is not known") {
   CHECK_FALSE(book.Set({"i", Standing::kGone, std::nullopt}));
 }
 
-TEST_CASE("a book is told in messages of bounded size, and the first makes what was known void") {
+TEST_CASE(
+    "a book is sent in messages of bounded size, of which the first clears the receiver's book") {
   ReadinessBook book;
   book.SetVersion(Version(3));
   for (size_t i = 0; i < 2 * kMaxStandings + 1; ++i) {

@@ -60,7 +60,7 @@ void Group::Impl::On(const RefitEvent& e) {
   if (update == nullptr) Open(BeginOf(e));
   TrainerProgress& progress = update->push.Join(member);
   progress.one_call = progress.begins.empty();
-  progress.announced = 0;  // the commit takes effect when the engines are ready
+  progress.awaited_buckets = 0;  // the commit takes effect when the engines are ready
   progress.commits.push_back(requests.Track(e.member, what, e.request_id, e.call));
   out.Changed();
 }
@@ -110,7 +110,7 @@ absl::StatusOr<bool> group::FindProgram(const Membership& members, RefitCompiler
     return true;
   }
   if (const std::optional<MemberId> first = update->push.AnyReader(); first.has_value()) {
-    // The loader rank would be told committed without the tensors that the program moves (P1).
+    // The loader rank would get Committed without the tensors that the program moves (P1).
     const Member& reader = *members.Find(*first);
     return Precondition("{} takes {} delivery: it gets what is pushed, not what layouts bring",
                         reader.label, Name(reader.delivery));

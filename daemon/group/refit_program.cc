@@ -36,7 +36,8 @@ bool UpdateProgram::Contains(std::string_view tensor) const {
   return Moves(tensor) || std::binary_search(unwanted.begin(), unwanted.end(), tensor);
 }
 
-// A plan also lists tensors that it does not move.
+// Whether the plan lists the tensor and does not move it: trainers push it, only engines have it,
+// or no engine wants it.
 bool UpdateProgram::LeavesOut(std::string_view tensor) const {
   const auto in = [tensor](const std::vector<std::string>& names) {
     return std::binary_search(names.begin(), names.end(), tensor);

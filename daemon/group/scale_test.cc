@@ -46,7 +46,8 @@ TEST_CASE("Comparing the ends of a program's streams costs what the nodes tell, 
   CHECK(ends.looked_at() <= told);
 }
 
-TEST_CASE("A stream whose ends differ is found, whichever end is told first or lists it at all") {
+TEST_CASE(
+    "A stream whose ends differ is found, whichever end is reported first or lists it at all") {
   using Pair = std::pair<uint32_t, uint32_t>;
   const PeerStream to_two{2, 7, 0};
   const PeerStream from_one{1, 0, 7};
@@ -454,7 +455,7 @@ TEST_CASE("A joined daemon makes no index of its ranks' tensors under its mutex"
 
 // ---- a coordinator of many daemons, once more ----
 
-TEST_CASE("All daemons are told one list of a communicator's addresses, not each a copy") {
+TEST_CASE("All daemons are sent one list of a communicator's addresses, not each a copy") {
   Many many;
   many.Do(GroupEvent(many.Compile()));
   CommunicatorId communicator;

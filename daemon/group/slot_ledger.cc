@@ -129,7 +129,7 @@ bool SlotLedger::Forget(MemberId member) {
   return freed;
 }
 
-std::vector<std::pair<MemberId, SlotGrant>> SlotLedger::Overdue(TimePoint now) {
+std::vector<std::pair<MemberId, SlotGrant>> SlotLedger::TakeOverdue(TimePoint now) {
   std::vector<std::pair<MemberId, SlotGrant>> overdue;
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];

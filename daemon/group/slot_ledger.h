@@ -70,7 +70,7 @@ class SlotLedger {
   bool Forget(MemberId member);
   // Leases whose time is up, each returned once. The holder keeps the lease, because a late packer
   // must not write into a slot that was granted to another.
-  std::vector<std::pair<MemberId, SlotGrant>> Overdue(TimePoint now);
+  std::vector<std::pair<MemberId, SlotGrant>> TakeOverdue(TimePoint now);
   // Removes the time limit of all current leases: they stay, and are never overdue.
   void EndLimits();
   // The time at which the next lease is overdue; nullopt: no lease has a time limit.

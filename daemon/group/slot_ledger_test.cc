@@ -194,17 +194,17 @@ TEST_CASE("A submitted slot counts against its pusher until it is published") {
   CHECK(ledger.Lease(kPusher, 1, kExpiry).ok());
 }
 
-TEST_CASE("Overdue leases are told once, and stay their holders'") {
+TEST_CASE("Overdue leases are returned once, and stay their holders'") {
   SlotLedger ledger(4);
   CHECK(!ledger.NextExpiry().has_value());
   const SlotGrant late = *ledger.Lease(kPusher, 3, kExpiry + std::chrono::seconds(5));
   const SlotGrant early = *ledger.Lease(kOther, 3, kExpiry);
   CHECK(ledger.NextExpiry() == kExpiry);
-  CHECK(ledger.Overdue(kExpiry - Duration(1)).empty());
-  const auto overdue = ledger.Overdue(kExpiry);
+  CHECK(ledger.TakeOverdue(kExpiry - Duration(1)).empty());
+  const auto overdue = ledger.TakeOverdue(kExpiry);
   REQUIRE(overdue.size() == 1);
   CHECK(overdue[0] == std::pair(kOther, early));
-  CHECK(ledger.Overdue(kExpiry).empty());
+  CHECK(ledger.TakeOverdue(kExpiry).empty());
   CHECK(ledger.slot(early.slot).state == SlotState::kLeased);
   CHECK(ledger.NextExpiry() == kExpiry + std::chrono::seconds(5));
   REQUIRE(ledger.Submit(kPusher, late).ok());
@@ -218,7 +218,7 @@ TEST_CASE("Leases without a limit of time are never overdue, and stay their hold
   ledger.EndLimits();
   CHECK(!ledger.NextExpiry().has_value());
   const SlotGrant later = *ledger.Lease(kPusher, 3, kExpiry);
-  const auto overdue = ledger.Overdue(kExpiry);
+  const auto overdue = ledger.TakeOverdue(kExpiry);
   REQUIRE(overdue.size() == 1);
   CHECK(overdue[0] == std::pair(kPusher, later));
   CHECK(ledger.Submit(kPusher, kept).ok());
@@ -366,7 +366,7 @@ class Schedule {
   }
 
   bool TakeBackExpired() {
-    const auto expired = ledger_.Overdue(now_);
+    const auto expired = ledger_.TakeOverdue(now_);
     for (const auto& [holder, grant] : expired) {
       CHECK(ledger_.ReleaseLease(holder, grant).ok());
       auto& leases = pushers_[holder.value() - 1].leases;

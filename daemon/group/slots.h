@@ -61,7 +61,9 @@ class Slots {
   void RefuseAll(const absl::Status& why);
   void RefuseOverdue();
   // Leases whose time is up, each returned once; EndLimits: no lease has a time limit any more.
-  std::vector<std::pair<MemberId, SlotGrant>> Overdue() { return ledger_.Overdue(out_.now()); }
+  std::vector<std::pair<MemberId, SlotGrant>> TakeOverdue() {
+    return ledger_.TakeOverdue(out_.now());
+  }
   void EndLimits() { ledger_.EndLimits(); }
   // When the next wait or lease is over; nullopt: none has a limit.
   std::optional<TimePoint> NextDeadline() const;

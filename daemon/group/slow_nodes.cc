@@ -11,7 +11,7 @@ namespace {
 // A node with at most this part of the usual rate may be slow. Links of one network differ by less,
 // and a node that is left out costs a catch-up.
 constexpr double kSlowPart = 0.5;
-// A link that carried less in a run tells nothing: latency counts for more than the rate.
+// A run in which a link carried less says nothing of the link's rate: latency counts for more.
 constexpr int64_t kLeastBytes = int64_t{1} << 20;
 
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }

@@ -1,7 +1,7 @@
 // The machines of an update, each alone: participants, coverage, push, read-back; and the history.
 #include <catch2/catch.hpp>
 
-#include "daemon/group/bucket_draft.h"
+#include "daemon/group/bucket_draft_testing.h"
 #include "daemon/group/history.h"
 #include "daemon/group/push.h"
 #include "daemon/group/readback.h"

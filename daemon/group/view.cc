@@ -1,6 +1,5 @@
 // The view of a group that status shows.
 #include <algorithm>
-#include <utility>
 
 #include "daemon/group/group_impl.h"
 

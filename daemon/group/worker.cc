@@ -193,7 +193,7 @@ std::vector<bool> Worker::Skip(const Update& update, const std::vector<bool>& sk
 void Worker::Handle(const PeerHeader& command, TimePoint, const Output& out) {
   Update* update = Find(command.update);
   if (update == nullptr) {
-    const absl::Status unknown = Precondition("this daemon was not told of the update");
+    const absl::Status unknown = Precondition("this daemon has no such update");
     if (command.wired) Acknowledge(command, unknown, out).IgnoreError();
     out.reports->push_back(TransferDone{command.update, command.part, unknown, {}});
     return;
@@ -219,9 +219,9 @@ void Worker::Announce(Update* update, const PeerHeader& command, const absl::Sta
   part.result.part = seq;
   part.result.bytes_written.resize(update->destinations.size());
   if (!agreed.ok()) {
-    Finish(update, seq, agreed, out);
+    ReportPart(update, seq, agreed, out);
   } else if (update->abandoned) {
-    Finish(update, seq, absl::CancelledError("the update was given up"), out);
+    ReportPart(update, seq, absl::CancelledError("the update was given up"), out);
   } else if (command.is_root && command.again) {
     part.transferred = true;
     part.result.digests = update->ended.at(seq).result.digests;
@@ -259,7 +259,7 @@ void Worker::Transfer(Update* update, Part* part, const Output& out) {
       fills || !start.readers.empty() || (header.is_root && header.wired && header.leased);
   if (!moves && !touches && !start.want_source_digests) {
     part->transferred = part->held = true;
-    if (!header.is_root || !header.wired) Finish(update, header.part, absl::OkStatus(), out);
+    if (!header.is_root || !header.wired) ReportPart(update, header.part, absl::OkStatus(), out);
     return;
   }
   start.update = update->local;
@@ -299,9 +299,9 @@ void Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
   const bool to_send = done.status.ok() && part.header.is_root && part.header.wired;
   const UpdateId id = update->id();
   if (!to_send) {
-    Finish(update, done.part, done.status, out);
+    ReportPart(update, done.part, done.status, out);
   } else if (update->abandoned) {
-    Finish(update, done.part, absl::CancelledError("the update was given up"), out);
+    ReportPart(update, done.part, absl::CancelledError("the update was given up"), out);
   } else if (wire_.communicator() != part.header.communicator) {
     CutPart(update, done.part, out);
   }
@@ -309,7 +309,8 @@ void Worker::Handle(const TransferDone& done, TimePoint now, const Output& out) 
   DropIfOver(id, out);
 }
 
-void Worker::Finish(Update* update, PartSeq seq, const absl::Status& status, const Output& out) {
+void Worker::ReportPart(Update* update, PartSeq seq, const absl::Status& status,
+                        const Output& out) {
   const auto it = update->parts.find(seq);
   Part part = std::move(it->second);
   update->parts.erase(it);
@@ -374,7 +375,7 @@ void Worker::PumpWire(Update* update, TimePoint now, const Output& out) {
 
 void Worker::CutPart(Update* update, PartSeq part, const Output& out) {
   update->parts.at(part).result.wire_failed = true;
-  Finish(update, part, absl::CancelledError("the data plane of the update was closed"), out);
+  ReportPart(update, part, absl::CancelledError("the data plane of the update was closed"), out);
 }
 
 // Ends the parts that wait for a collective of the closed communicator. A root's part that is still
@@ -403,9 +404,9 @@ void Worker::Handle(const WireDone& done, TimePoint now, const Output& out) {
     part.on_wire = false;
     part.result.wire_failed = !done.status.ok();
     if (!done.status.ok() || part.header.is_root) {
-      Finish(&update, seq, done.status, out);
+      ReportPart(&update, seq, done.status, out);
     } else if (update.abandoned) {
-      Finish(&update, seq, absl::CancelledError("the update was given up"), out);
+      ReportPart(&update, seq, absl::CancelledError("the update was given up"), out);
     } else {
       Transfer(&update, &part, out);
     }
@@ -447,7 +448,7 @@ void Worker::Handle(const VerifyUpdate& command, TimePoint, const Output& out) {
   if (update == nullptr) {
     VerifyDone verified;
     verified.update = command.update;
-    verified.status = absl::FailedPreconditionError("this daemon was not told of the update");
+    verified.status = absl::FailedPreconditionError("this daemon has no such update");
     out.reports->push_back(std::move(verified));
     return;
   }
@@ -505,7 +506,7 @@ void Worker::Handle(const PeerAbandon& command, TimePoint, const Output& out) {
     if (!part.running()) idle.push_back(seq);
   }
   for (const PartSeq seq : idle) {
-    Finish(update, seq, absl::CancelledError("the update was given up"), out);
+    ReportPart(update, seq, absl::CancelledError("the update was given up"), out);
   }
   VerifyIfWritten(update, out);
   if (update->job.has_value() && update->job->run.has_value()) {
@@ -533,7 +534,7 @@ void Worker::AbandonAll(TimePoint now, const Output& out) {
 absl::StatusOr<SendPart> Worker::PartFor(MemberId member, UpdateId update, PartSeq part) const {
   const auto it = updates_.find(update);
   if (it == updates_.end()) {
-    return absl::FailedPreconditionError("this daemon was not told of the update");
+    return absl::FailedPreconditionError("this daemon has no such update");
   }
   const auto known = it->second.ended.find(part);
   if (known == it->second.ended.end() || !known->second.header.slot.has_value()) {
@@ -562,6 +563,40 @@ bool Worker::Reads(CallId bucket_call) const {
     }
   }
   return false;
+}
+
+// ---- what must hold after every event ----
+
+void Worker::CheckInvariants() const {
+  wire_.CheckInvariants();
+  index_.CheckInvariants();
+  std::set<UpdateId> locals;
+  for (const auto& [id, update] : updates_) {
+    REFITD_CHECK(update.id() == id && locals.insert(update.local).second);
+    REFITD_CHECK(update.index != nullptr);
+    update.CheckInvariants();
+    // P8: an update that is over stays only for what still runs.
+    REFITD_CHECK(!update.over || update.running());
+  }
+}
+
+void worker::Update::CheckInvariants() const {
+  for (const auto& [seq, part] : parts) {
+    REFITD_CHECK(part.header.part == seq);
+    REFITD_CHECK(part.result.bytes_written.size() == destinations.size());
+    // P5: nothing goes over the wire before it was issued, and the root sends what it has packed.
+    if (part.on_wire) REFITD_CHECK(part.issued && part.header.wired);
+    if (part.on_wire && part.header.is_root) REFITD_CHECK(part.transferred);
+    REFITD_CHECK(!part.transferring || !part.on_wire);
+  }
+  for (const auto& [seq, part] : ended) {
+    REFITD_CHECK(part.header.part == seq && part.kept() && !part.header.again && !part.running());
+  }
+  for (const PartSeq seq : to_wire) {
+    const auto part = parts.find(seq);
+    REFITD_CHECK(part != parts.end() && part->second.issued && !part->second.on_wire);
+  }
+  if (job.has_value()) job->CheckInvariants();
 }
 
 }  // namespace refitd

@@ -72,7 +72,8 @@ struct Job {
   NodeProgram::Course course;
   // Rounds before this one were packed, in this attempt or in an earlier attempt that it continues.
   int64_t packed_before = 0;
-  // By rank of the communicator, as the wire told last in this attempt. Empty: it has not told yet.
+  // By rank of the communicator, as the wire reported last in this attempt. Empty: it has not
+  // reported yet.
   std::vector<WireUse> uses;
   // Sums of the digests of each section, by outgoing or incoming stream. They count this attempt
   // and the earlier attempts that it continues; a step that was sent again counts once.
@@ -294,7 +295,7 @@ class Worker {
   void AdvanceRun(Update* update, TimePoint now, const Output& out);
   void BeginRounds(Update* update, const Output& out);
   void StartStep(Update* update, MoveStep step, int64_t round, const Output& out);
-  // Starts a witness step that is due; whether the run has to wait for one.
+  // Start a witness step that is due, and return whether the run has to wait for one.
   bool WitnessBefore(Update* update, const Output& out);
   bool WitnessAfter(Update* update, const Output& out);
   void StartRoundOnWire(Update* update, int64_t number, TimePoint now, const Output& out);
@@ -304,7 +305,9 @@ class Worker {
   void PumpWire(Update* update, TimePoint now, const Output& out);
   void CutPart(Update* update, PartSeq part, const Output& out);
   void CutParts(Update* update, CommunicatorId closed, const Output& out);
-  void Finish(Update* update, PartSeq part, const absl::Status& status, const Output& out);
+  // This daemon's share of the part has ended: reports it, and keeps the part where it may come
+  // again or is handed to loader ranks.
+  void ReportPart(Update* update, PartSeq part, const absl::Status& status, const Output& out);
   void DropIfOver(UpdateId id, const Output& out);
   void GiveWireBackIfQuiet(const Output& out);
 

@@ -72,7 +72,7 @@ void Worker::Handle(const PeerProgram& command, TimePoint, const Output& out) {
   if (update == nullptr) {
     PeerProgramBuilt built;
     built.update = command.update;
-    built.status = absl::FailedPreconditionError("this daemon was not told of the update");
+    built.status = absl::FailedPreconditionError("this daemon has no such update");
     out.reports->push_back(std::move(built));
     return;
   }
@@ -612,6 +612,16 @@ void worker::Job::NoteHeldSteps() {
   // A round that was unpacked out of order had its digests counted, and would be stored once more.
   broken |=
       std::any_of(rounds.begin(), rounds.end(), [](const auto& r) { return r.second.unpacked; });
+}
+
+void worker::Job::CheckInvariants() const {
+  REFITD_CHECK(!done || !running());
+  for (const auto& [number, round] : rounds) {
+    REFITD_CHECK(number >= first_round && run.has_value());
+    if (round.on_wire) REFITD_CHECK(round.out && issued);  // P5
+    REFITD_CHECK(!round.unpacking || (round.out && !round.on_wire));
+    REFITD_CHECK(!round.packing || !round.packed);
+  }
 }
 
 }  // namespace refitd

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "daemon/checks/bucket.h"
-#include "daemon/group/bucket_draft.h"
+#include "daemon/group/bucket_draft_testing.h"
 #include "daemon/link/commands.h"
 #include "daemon/link/hello.h"
 #include "daemon/link/limits.h"

@@ -7,7 +7,6 @@
 #include <memory>
 #include <string>
 #include <type_traits>
-#include <unordered_set>
 
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"

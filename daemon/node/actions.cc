@@ -1,5 +1,3 @@
-#include "daemon/node/actions.h"
-
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -9,13 +7,11 @@
 
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
+#include "daemon/node/state.h"
 #include "daemon/process/log.h"
 
 namespace refitd {
 namespace {
-
-// Most events bring about no more actions. A list that grows moves its actions, which are large.
-constexpr size_t kUsualActions = 8;
 
 // The class of reasons as counters name it. `stops`: the daemon aborts what still runs.
 std::string_view ReasonOf(GiveUpClass kind, bool stops) {
@@ -157,7 +153,7 @@ struct Performer {
     a.owner = group->machine->owner();
     Deliver(a.member, a);
   }
-  // The action itself is the news that the member is told.
+  // The action itself is the news that is sent to the member.
   template <typename Action>
   requires std::is_constructible_v<MemberNews, std::in_place_type_t<Action>, Action>
   void operator()(Action& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
@@ -264,7 +260,6 @@ void DispatchEvent(DaemonState& state, const std::string& name, MachineEvent& ev
   GroupRecord* group = state.groups.Find(name);
   if (group == nullptr) return;
   MachineActions actions;
-  actions.reserve(kUsualActions);
   group->machine->Handle(event, DaemonState::Now(), &actions);
   Performer performer{state, group, lock};
   for (MachineAction& action : actions) {

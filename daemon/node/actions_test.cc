@@ -1,5 +1,3 @@
-#include "daemon/node/actions.h"
-
 #include <catch2/catch.hpp>
 #include <string>
 
@@ -15,7 +13,7 @@ TEST_CASE("an event for a group that is gone does nothing") {
   CHECK(parts.state().groups.all().empty());
 }
 
-TEST_CASE("all ranks are told of an update's steps, each in the words of its role") {
+TEST_CASE("all ranks get an event for each step of an update, of the type for their role") {
   DaemonParts parts;
   const Attached trainer = parts.AttachTrainer("g");
   const Attached engine = parts.AttachEngine("g", "i", Spec());

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "daemon/node/actions.h"
 #include "daemon/node/life.h"
 #include "daemon/node/member_attach.h"
 #include "daemon/node/member_calls.h"
@@ -104,11 +103,11 @@ void Daemon::RunTimer() {
       wakes_ = NextWake();
     }
     if (state_.stopping) return;
-    Ring(lock, DaemonState::Now());
+    TickDue(lock, DaemonState::Now());
   }
 }
 
-void Daemon::Ring(StateLock& lock, TimePoint now) {
+void Daemon::TickDue(StateLock& lock, TimePoint now) {
   for (const std::string& name : state_.groups.Due(now)) lock.Handle(name, Tick{});
   state_.sessions.RefuseLate(now);
   peer_client_.RefuseLateMembers(now, lock);
@@ -155,7 +154,7 @@ void Daemon::Finish(TimePoint deadline) {
   const TimePoint cleanup = DaemonState::Now() + state_.options.group.cleanup_limit;
   while (state_.groups.any_running() && DaemonState::Now() < cleanup)
     idle_cond_.WaitUntil(state_.mutex.raw(), cleanup);
-  // Watchers are not told that the instances are gone, since these may attach to the next process.
+  // Watchers get no event that the instances are gone, since these may attach to the next process.
   state_.watchers.EndInstances(absl::UnavailableError("the daemon stops"));
   LoseMembers(
       state_, [](const MemberRecord&) { return true; }, absl::UnavailableError("the daemon stops"),

@@ -81,7 +81,7 @@ class Daemon {
   // again now and then.
   TimePoint NextWake() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   // Does what is due.
-  void Ring(StateLock& lock, TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  void TickDue(StateLock& lock, TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   // Takes the state lock whenever the next deadline has come (P4), until the daemon stops. The
   // thread sleeps no longer than until the deadline that it found, or that Changed found to be
   // earlier.

@@ -8,10 +8,9 @@
 //  1. Every action that asks for an answer gets one event, unless the group's record is gone.
 //  2. A copy or collective holds the mappings that it touches (P6). Bytes are compared with digests
 //     of passes over their sources (P1; Executor).
-//  3. A communicator is in the records from its opening to its closing, and after closing it the
-//  data
-//     plane does not name the communicator to the wire again. A communicator that is no longer
-//     wanted while the wire opens it is closed as soon as it has opened (P8).
+//  3. A communicator is in the records from its opening to its closing. After closing it the data
+//     plane does not name it to the wire again. A communicator that is no longer wanted while the
+//     wire opens it is closed as soon as it has opened (P8).
 //  4. A collective runs only on a communicator whose slots are those that the group uses now.
 //
 // The class is part of the daemon's state. Its functions are called under the state lock

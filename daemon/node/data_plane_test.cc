@@ -18,7 +18,7 @@
 #include "transport/plan/node_program.h"
 #include "transport/plan/refit_plan.h"
 #include "transport/sockets/frames.h"
-#include "transport/unprepared_transport.h"
+#include "transport/unprepared_transport_testing.h"
 
 namespace refitd {
 namespace {
@@ -552,7 +552,7 @@ TEST_CASE("a coordinator gives up communicators whose slots went, but not while 
 
 // ---- collectives ----
 
-TEST_CASE("a broadcast moves its slot, and its end is told with the bytes that came in") {
+TEST_CASE("a broadcast moves its slot, and WireDone counts the bytes that came in") {
   World world;
   world.OpenCommunicator();
   world.InTurn(

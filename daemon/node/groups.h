@@ -3,7 +3,7 @@
 //
 // Invariants
 //  1. A group's name and number name one record; numbers are never used again, so that what comes
-//     late for a group that is gone can be told apart.
+//     late for a group that is gone can be distinguished.
 //  2. A record has one machine: the daemon coordinates the group or follows another daemon.
 //  3. At most Limits::groups groups exist, and their pools together fit into Limits::pool_bytes;
 //     whoever adds a group has asked RoomFor (P10).

@@ -226,7 +226,7 @@ void MemberCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<R
           std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
           return PlacesOf(push->received, limits, region_bytes, device).status();
         }
-        // A refusal comes before the group hears of the bucket, so every instance stays clean.
+        // A refusal comes before the group gets the bucket, so every instance stays clean.
         if (IsInMembersMemory(bucket)) {
           REFITD_RETURN_IF_ERROR(
               CheckPlaces(member, bucket, PlacesOfEngines(state_, state_.groups.Of(member))));

@@ -1,6 +1,4 @@
 // A trainer's calls that wait for staging slots on GPUs, or for device memory.
-#include <map>
-#include <memory>
 #include <set>
 #include <string_view>
 #include <utility>

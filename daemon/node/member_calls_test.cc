@@ -89,7 +89,7 @@ TEST_CASE("inline bytes and a region's bytes are pushed into the engine's memory
   CHECK(world.parts.AttachEngine("g", "late", Spec()).inbox->welcome().version == Version(2));
 }
 
-TEST_CASE("a caller without a lease is told that, whatever else is wrong with the call (P9)") {
+TEST_CASE("a call without a lease fails for that, whatever else is wrong with it (P9)") {
   World world;
   Caller nobody = world.trainer.caller();
   nobody.token = "none";

@@ -18,7 +18,7 @@ namespace {
 
 using Catch::Contains;
 
-TEST_CASE("a member that is let in is told its lease, the daemon's limits and the group's slots") {
+TEST_CASE("a member that attaches gets its lease, the daemon's limits and the group's slots") {
   DaemonOptions options;
   options.descriptor_socket = "/run/s.fds";
   options.inline_bytes = 1000;
@@ -153,7 +153,7 @@ TEST_CASE("a trainer of another identity than the group's first is refused (P9)"
   CHECK(attach("dns:a").inbox->welcomed());
 }
 
-TEST_CASE("an engine of a joined group calls with the incarnation that the coordinator told") {
+TEST_CASE("an engine of a joined group calls with the incarnation that the coordinator sent") {
   DaemonParts a("a");
   DaemonParts b("b");
   const Attached engine = b.AttachEngine("g", "i", Spec(), &a);

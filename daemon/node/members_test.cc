@@ -123,7 +123,7 @@ TEST_CASE("a lease that was taken with a certificate works for the same identity
         absl::StatusCode::kPermissionDenied);
 }
 
-TEST_CASE("which GPUs a group has members on is told of that group alone") {
+TEST_CASE("the GPUs of a group are those of its own members alone") {
   Members members;
   members.Add(Rank(1, "a", 3));
   members.Add(Rank(2, "b"));

@@ -60,7 +60,7 @@ absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::strin
   }
   group->replace_request = request_id;
   group->replace_incarnation = incarnation;
-  // Trainers hear of the replacement by the end of their streams, and attach again.
+  // The replacement ends the streams of trainers, which attach again.
   LoseMembers(
       state_,
       [&name](const MemberRecord& member) { return member.group == name && !member.engine; },

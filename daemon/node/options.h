@@ -61,7 +61,7 @@ struct DaemonOptions {
   // The limit of all members together: a process may have 65,530 mappings by default
   // (vm.max_map_count).
   int max_regions = 16'384;
-  std::string descriptor_socket;  // the socket's path, which members are told
+  std::string descriptor_socket;  // the socket's path, which members get in their Welcome
   DeviceOptions devices;
   // Why the data plane over host memory does not encrypt, for people; empty: it encrypts.
   std::string clear_wire = kNotEncrypted;

@@ -16,7 +16,7 @@ namespace {
 
 // The pause between a refusal that may pass and the next try to join.
 constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
-// How long a member that does not wait for its group may take to hear whether the group exists,
+// How long it may take to find out whether the group of a member that does not wait for it exists,
 // while others wait for it.
 constexpr Duration kJoinGrace = std::chrono::seconds(10);
 // How long a try to join may run on after the wait of a member has ended, if the try waits no
@@ -56,8 +56,7 @@ absl::StatusOr<GroupRecord*> Make(DaemonState& state, const std::string& name,
   return group;
 }
 
-// Stops joining.
-void Stop(GroupRecord* group, const absl::Status& status, StateLock& lock) {
+void StopJoining(GroupRecord* group, const absl::Status& status, StateLock& lock) {
   REFITD_CHECK(group->follower != nullptr && !group->machine->has_members());
   group->join.joining = false;
   group->join.redial.reset();
@@ -300,19 +299,19 @@ bool PeerClient::TakeFailure(GroupRecord* group, const absl::Status& status) {
 }
 
 void PeerClient::Failed(GroupRecord* group, const absl::Status& status, StateLock& lock) {
-  if (!TakeFailure(group, status)) return Stop(group, status, lock);
+  if (!TakeFailure(group, status)) return StopJoining(group, status, lock);
   lock.DeadlineMoved();
 }
 
 void PeerClient::Leave(GroupRecord* group, StateLock& lock) {
-  Stop(group, absl::CancelledError("this daemon answers to that name itself"), lock);
+  StopJoining(group, absl::CancelledError("this daemon answers to that name itself"), lock);
 }
 
 void PeerClient::StopIfUnwanted(const std::string& name, StateLock& lock) {
   GroupRecord* group = state_.groups.Find(name);
   if (group == nullptr || !group->join.joining) return;
   const bool wanted = state_.pending.Any(name, group->join.address);
-  if (!wanted) Stop(group, absl::CancelledError("no member waits for it"), lock);
+  if (!wanted) StopJoining(group, absl::CancelledError("no member waits for it"), lock);
 }
 
 void PeerClient::RefuseLateMembers(TimePoint now, StateLock& lock) {

@@ -36,7 +36,7 @@ struct World {
   uint64_t sessions = 1000;  // numbers that no real link of the test has
 };
 
-TEST_CASE("a daemon joins a group that exists, and is told what the group is like") {
+TEST_CASE("a daemon that joins a group gets the group's spec") {
   World world;
   const Attached trainer = world.parts.AttachTrainer("g");
   const auto session = world.Hello(World::Greeting());

@@ -54,7 +54,7 @@ class PeerSessions {
   absl::Status AdmitWaiting() const;
   void Wait(Waiting peer) { waiting_.push_back(std::move(peer)); }
   // A daemon that dials again for a group has given its earlier link up, though that link's end may
-  // not have been heard yet: the earlier session waits no longer.
+  // not have been noticed yet: the earlier session waits no longer.
   void ForgetEarlier(const Waiting& peer);
   // Daemons that wait for the group, in the order in which they came.
   std::vector<Waiting> TakeWaiting(const std::string& group);

@@ -96,7 +96,7 @@ TEST_CASE("a session that ends while it waits is forgotten, and belongs to no gr
   CHECK(taken[0].hello.boot_id == "y");
 }
 
-TEST_CASE("a daemon waits until its deadline, and is then told that the group was not created") {
+TEST_CASE("a daemon that waits for a group fails at its deadline: the group was not created") {
   PeerSessions sessions;
   const TimePoint now{};
   const auto late = std::make_shared<KeptSession>(1);

@@ -55,13 +55,13 @@ struct PartNews {
 using MemberNews = Joined<std::variant<WelcomeNews, SendPrepare, PartNews>, MemberAction>;
 using MemberSink = EventSink<MemberNews>;
 
-// A watcher is told the state that a group's update has now.
+// For a watcher: the state that a group's update has now.
 struct UpdateNews {
   std::string group;
   UpdateView update;
 };
 using UpdateSink = EventSink<UpdateNews>;
-// A watcher is told whether an instance is ready now.
+// For a watcher: whether an instance is ready now.
 enum class InstanceHealth : uint8_t {
   kUnknown,
   kServing,

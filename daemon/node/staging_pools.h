@@ -103,7 +103,7 @@ class StagingPools {
 
   // ---- in host memory ----
   bool HasHost(const GroupRecord& group) const { return Of(group).host.memory != nullptr; }
-  // Makes the slots, unless they are there. UNAVAILABLE: the coordinator has not told the group's
+  // Makes the slots, unless they are there. UNAVAILABLE: the coordinator has not sent the group's
   // spec yet.
   absl::Status EnsureHost(const GroupRecord& group);
   Host TakeHost(const GroupRecord& group);

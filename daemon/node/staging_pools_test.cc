@@ -321,7 +321,7 @@ TEST_CASE("slots that cross daemons lie on a GPU of the group's own members, and
   CHECK_FALSE(world.pools.HasHost(world.Group("joined")));
 }
 
-TEST_CASE("nobody is told of slots for a group that is gone") {
+TEST_CASE("no callback runs when slots are ready for a group that is gone") {
   World world;
   MemberRecord* const member = world.Attach("joined", 0);
   std::atomic<int> told{0};

@@ -91,6 +91,12 @@ struct DaemonState {
   std::unique_ptr<DataPlane> data_plane;
 };
 
+// Hands the event to the group's machine and performs the machine's actions (actions.cc): replies
+// and events of members are queued, and actions that touch memory go to the data plane. Does
+// nothing if the group is gone.
+void DispatchEvent(DaemonState& state, const std::string& group, MachineEvent& event,
+                   StateLock& lock) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+
 }  // namespace refitd
 
 #endif  // REFITD_DAEMON_NODE_STATE_H_

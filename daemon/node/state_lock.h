@@ -47,7 +47,8 @@ class StateMutex {
  public:
   // Both are called under the mutex.
   struct Handlers {
-    // Hands the event to the group's machine and performs the machine's actions. Not reentrant:
+    // Hands the event to the group's machine and performs the machine's actions; the daemon's is
+    // DispatchEvent (actions.cc). Not reentrant:
     // events that an action causes are posted to the lock. What is left in the event is freed
     // without the mutex.
     std::function<void(StateLock&, const std::string& group, MachineEvent& event)> dispatch;

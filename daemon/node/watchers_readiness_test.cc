@@ -98,7 +98,7 @@ EngineIdentity Again(std::optional<Version> held, bool dirty = false,
   return engine;
 }
 
-TEST_CASE("a joined daemon tells what the coordinator told, by the group's max_lag") {
+TEST_CASE("a joined daemon shows the readiness that the coordinator sent, by the group's max_lag") {
   World world;
   CHECK_FALSE(world.readiness.ReadinessOf("g", "here", kNow).has_value());
   world.Tell();
@@ -246,7 +246,7 @@ TEST_CASE("what is kept is looked after when it ends, and more often while someb
   CHECK(world.readiness.NextLook() == kNow + seconds(20) + Watchers::kLookInterval);
 }
 
-TEST_CASE("a watcher is told at once that a rank came again with other weights") {
+TEST_CASE("a watcher gets the change at once when a rank comes again with other weights") {
   World world;
   world.Tell();
   world.Lose();
@@ -267,7 +267,7 @@ TEST_CASE(
   CHECK_FALSE(world.Ready("there"));
 }
 
-TEST_CASE("a watcher is told each change once, also that an instance comes, goes, or gets stale") {
+TEST_CASE("a watcher gets each change once, also when an instance comes, goes, or gets stale") {
   World world;
   const auto sink = std::make_shared<Sink>();
   const auto watch = world.readiness.AddInstance("uid:1", "g", "there", sink, kNow);

@@ -87,7 +87,7 @@ struct World {
   }
 };
 
-TEST_CASE("each change is told once, to those who watch that group") {
+TEST_CASE("each change is sent once, to those who watch that group") {
   World world;
   world.Watch("a");
   CHECK(world.sink->told.empty());
@@ -99,7 +99,7 @@ TEST_CASE("each change is told once, to those who watch that group") {
   CHECK(world.watchers.views() == 2);
 }
 
-TEST_CASE("an update that ended before a watcher came is history, one that runs is told at once") {
+TEST_CASE("a new watcher gets a running update at once, and no update that has ended") {
   World world;
   world.Set(&world.a, 1, "committed", false);
   world.Set(&world.b, 2, "preparing", true);
@@ -107,7 +107,7 @@ TEST_CASE("an update that ended before a watcher came is history, one that runs 
   CHECK(world.sink->told == std::vector<std::string>{"b preparing"});
 }
 
-TEST_CASE("progress of a running update is told when the interval has passed, and not before") {
+TEST_CASE("progress of a running update is sent when the interval has passed, and not before") {
   World world;
   world.Set(&world.a, 1, "preparing", true);
   world.Watch("a");
@@ -153,7 +153,7 @@ TEST_CASE("a watcher that watches until nothing runs ends with OK, and is forgot
   CHECK(world.watchers.empty());
 }
 
-TEST_CASE("a group that is made again under its name is told from the start") {
+TEST_CASE("a group that is made again under its name is watched from its start") {
   World world;
   world.Watch("a");
   world.Set(&world.a, 1, "committed", false);

@@ -96,7 +96,7 @@ absl::Status CheckRule(const PolicyRule& rule, const std::string& field,
   return CheckGroupPattern(rule.group, field + ".group");
 }
 
-PolicyRule Everything(std::string who, std::string origin) {
+PolicyRule AllRolesEverywhere(std::string who, std::string origin) {
   return {.who = std::move(who),
           .roles = {Role::kTrainer, Role::kEngine, Role::kOperatorRead, Role::kOperatorWrite},
           .group = "*",
@@ -245,17 +245,17 @@ absl::StatusOr<std::shared_ptr<const Policy>> Policy::Make(const PolicySettings&
     rules.push_back(std::move(rule));
   }
   for (const uint32_t uid : settings.uids) {
-    rules.push_back(Everything(fmt::format("{}{}", kUid, uid), "allowed_uids"));
+    rules.push_back(AllRolesEverywhere(fmt::format("{}{}", kUid, uid), "allowed_uids"));
   }
   for (const uint32_t gid : settings.gids) {
-    rules.push_back(Everything(fmt::format("{}{}", kGid, gid), "allowed_gids"));
+    rules.push_back(AllRolesEverywhere(fmt::format("{}{}", kGid, gid), "allowed_gids"));
   }
   if (!settings.peers.empty()) {
     rules.push_back(
         {.who = settings.peers, .roles = {Role::kPeer}, .group = "*", .origin = "peers.identity"});
   }
   if (settings.insecure && !settings.tls && !names_anonymous) {
-    rules.push_back(Everything(std::string(kAnonymous), "listen.insecure"));
+    rules.push_back(AllRolesEverywhere(std::string(kAnonymous), "listen.insecure"));
     rules.back().roles.push_back(Role::kPeer);
   }
   return std::shared_ptr<const Policy>(new Policy(std::move(rules)));

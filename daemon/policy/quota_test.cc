@@ -5,7 +5,8 @@
 namespace refitd {
 namespace {
 
-TEST_CASE("An identity may have up to its limit, and is told identity, limit and value beyond") {
+TEST_CASE(
+    "An identity may have up to its limit; the error beyond names identity, limit and value") {
   CHECK(CheckQuota("groups", 2, 1, 1, "uid:7").ok());
   const absl::Status refused = CheckQuota("groups", 2, 2, 1, "uid:7");
   CHECK(absl::IsResourceExhausted(refused));

@@ -53,7 +53,8 @@ void ServiceManager::RunWatchdog(std::chrono::microseconds interval) {
     if (alive_()) {
       Notify("WATCHDOG=1");
     } else {
-      LogError("watchdog: the daemon does not answer; the service manager is not told it is alive");
+      LogError(
+          "watchdog: the daemon does not answer; no sign of life is sent to the service manager");
     }
     next += interval;
     MutexLock lock(&mutex_);

@@ -5,7 +5,7 @@
 namespace refitd {
 namespace {
 
-TEST_CASE("sizes are told in the largest binary unit that keeps them above one") {
+TEST_CASE("sizes are shown in the largest binary unit that keeps them above one") {
   CHECK(HumanBytes(0) == "0 B");
   CHECK(HumanBytes(1023) == "1023 B");
   CHECK(HumanBytes(1024) == "1.00 KiB");
@@ -14,7 +14,7 @@ TEST_CASE("sizes are told in the largest binary unit that keeps them above one")
   CHECK(HumanRate(2.5 * 1024 * 1024) == "2.50 MiB/s");
 }
 
-TEST_CASE("times are told with two units at most") {
+TEST_CASE("times are shown with two units at most") {
   CHECK(HumanSeconds(0.0852) == "85 ms");
   CHECK(HumanSeconds(0.9996) == "1.00 s");
   CHECK(HumanSeconds(4.2) == "4.20 s");

@@ -128,7 +128,7 @@ Command AddAbort(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand("abort", "Abort the update of a group that runs");
   auto options = std::make_shared<GroupOptions>();
   sub.Add("GROUP", &options->group, "The group").Required();
-  sub.Add("--reason", &options->reason, "What members and the log are told");
+  sub.Add("--reason", &options->reason, "The reason that members and the log get");
   return {sub, [&global, options] { return Abort(global, *options); }};
 }
 

@@ -42,15 +42,15 @@ client::ConnectOptions ConnectOf(const GlobalOptions& options) {
 
 absl::Status StatusOfCall(const grpc::Status& status, const client::Target& target) {
   if (status.ok()) return absl::OkStatus();
-  const absl::Status told = FromGrpc(status);
-  if (absl::IsUnavailable(told)) {
+  const absl::Status failed = FromGrpc(status);
+  if (absl::IsUnavailable(failed)) {
     const absl::Status why =
         client::WhyNoAnswer(target, std::chrono::steady_clock::now() + kWhyLimit);
     if (absl::IsUnauthenticated(why)) return why;
-    return Prefixed(told, "no daemon answers at {}", target.name);
+    return Prefixed(failed, "no daemon answers at {}", target.name);
   }
-  if (absl::IsDeadlineExceeded(told)) return Prefixed(told, "{}", target.name);
-  return told;
+  if (absl::IsDeadlineExceeded(failed)) return Prefixed(failed, "{}", target.name);
+  return failed;
 }
 
 OperatorClient::OperatorClient(const GlobalOptions& options) : timeout_(options.timeout()) {

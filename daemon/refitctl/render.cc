@@ -64,9 +64,9 @@ bool OnSeveralDaemons(const v1::GroupStatus& group) {
 }
 
 // Describes this daemon's end of the group's communicator.
-std::string RenderLink(const v1::GroupStatus& group) {
-  if (!group.has_communicator()) return "none open";
-  return fmt::format("communicator {} {}, {} sent, {} received", group.communicator(),
+std::string RenderCommunicator(const v1::GroupStatus& group) {
+  if (!group.has_communicator()) return "none";
+  return fmt::format("{} {}, {} sent, {} received", group.communicator(),
                      OrDash(group.communicator_state()), HumanBytes(group.wire_bytes_sent()),
                      HumanBytes(group.wire_bytes_received()));
 }
@@ -110,9 +110,9 @@ std::string RenderGroupDetail(const v1::GroupStatus& group) {
     text += "  between daemons: encrypted or not at all (encrypted_data)\n";
   }
   if (OnSeveralDaemons(group)) {
-    text += fmt::format("  coordinator: {}\n  link: {}\n",
+    text += fmt::format("  coordinator: {}\n  communicator: {}\n",
                         group.coordinator().empty() ? "this daemon" : group.coordinator(),
-                        RenderLink(group));
+                        RenderCommunicator(group));
     text += RenderGroupNodes(group);
   }
   if (group.has_coordinator_moved()) {

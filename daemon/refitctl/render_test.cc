@@ -126,7 +126,7 @@ TEST_CASE("the status page shows the daemon's id, a group's nodes and its link")
   status.mutable_groups(0)->mutable_spec()->set_encrypted_data(true);
   CHECK_THAT(RenderStatus(status),
              Contains("\n  between daemons: encrypted or not at all (encrypted_data)\n"));
-  CHECK_THAT(text, Contains("\n  link: communicator 7 up, 3.00 MiB sent, 1.00 KiB received\n"));
+  CHECK_THAT(text, Contains("\n  communicator: 7 up, 3.00 MiB sent, 1.00 KiB received\n"));
   CHECK_THAT(text, Contains("\n  node-a  -               self          2       -\n"));
   CHECK_THAT(text, Contains("\n  node-b  10.0.0.2:40000  joined        3  500 ms\n"));
 }
@@ -187,7 +187,7 @@ TEST_CASE("a group of another daemon says where it is coordinated") {
   node->set_state("joining");
   const std::string text = RenderStatus(status);
   INFO(text);
-  CHECK_THAT(text, Contains("\n  coordinator: 10.0.0.1:7411\n  link: none open\n"));
+  CHECK_THAT(text, Contains("\n  coordinator: 10.0.0.1:7411\n  communicator: none\n"));
   CHECK_THAT(text, Contains("\n  -     10.0.0.1:7411  joining"));
 }
 
@@ -298,7 +298,7 @@ TEST_CASE("a running update has one line, redrawn as it goes, with rate and time
   CHECK_FALSE(board.Apply(Update(1, 7, 25 << 20, 1)).changed);
 }
 
-TEST_CASE("an ended update is told once and leaves the board") {
+TEST_CASE("an ended update is shown once and leaves the board") {
   UpdateBoard board;
   board.Apply(Update(1, 7, 0, 0));
   board.Apply(Update(2, 3, 0, 0));

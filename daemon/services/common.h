@@ -34,9 +34,15 @@
 
 namespace refitd {
 
-// Asserts that the handler, called with these arguments, is noexcept.
-#define REFITD_METHOD_IS_NOEXCEPT(service, method, ...) \
-  static_assert(noexcept(std::declval<service&>().method(__VA_ARGS__)))
+// Compiles only if the handlers are noexcept.
+template <typename Service, typename Result, typename... Arguments>
+constexpr bool IsNoexcept(Result (Service::* /*method*/)(Arguments...) noexcept) {
+  return true;
+}
+template <typename... Methods>
+constexpr bool AreNoexcept(Methods... methods) {
+  return (IsNoexcept(methods) && ...);
+}
 
 // The payload of an OK reply. The group's machine (Follower) has compared other daemons' answers
 // with their calls, so a payload of another kind is a bug of this daemon.

@@ -1,19 +1,22 @@
-#include "daemon/services/engine_service.h"
-
 #include <utility>
 
 #include "daemon/checks/bucket.h"
 #include "daemon/node/life.h"
 #include "daemon/services/hello.h"
-#include "daemon/services/region_calls.h"
-#include "daemon/services/register_layout.h"
+#include "daemon/services/member_service.h"
+#include "daemon/services/services.h"
+#include "refitd/v1/engine.grpc.pb.h"
 #include "transport/base/utf8.h"
 
 namespace refitd {
 namespace {
 
 struct EngineRole {
+  static constexpr bool kEngine = true;
   static constexpr Rpc kRpc = Rpc::kEngineAttach;
+  static constexpr Rpc kRegisterLayout = Rpc::kEngineRegisterLayout;
+  static constexpr Rpc kRegisterRegion = Rpc::kEngineRegisterRegion;
+  static constexpr Rpc kReleaseRegion = Rpc::kEngineReleaseRegion;
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
   static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
@@ -46,30 +49,15 @@ struct EngineRole {
   }
 };
 
+using EngineService = MemberService<v1::Engine::CallbackService, EngineRole>;
+
+static_assert(AreNoexcept(&EngineService::Attach, &EngineService::RegisterLayout,
+                          &EngineService::RegisterRegion, &EngineService::ReleaseRegion));
+
 }  // namespace
 
-grpc::ServerBidiReactor<v1::EngineMessage, v1::EngineEvent>* EngineService::Attach(
-    grpc::CallbackServerContext* context) noexcept {
-  return new AttachReactor<EngineRole>(daemon_, authorizer_, context);
-}
-
-grpc::ServerReadReactor<v1::LayoutChunk>* EngineService::RegisterLayout(
-    grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept {
-  return new RegisterLayoutReactor(daemon_,
-                                   authorizer_->Admit(*context, {Rpc::kEngineRegisterLayout}),
-                                   /*engine=*/true, response);
-}
-
-grpc::ServerUnaryReactor* EngineService::RegisterRegion(
-    grpc::CallbackServerContext* context, const v1::RegisterRegionRequest* request,
-    v1::RegisterRegionResponse* response) noexcept {
-  return AnswerRegisterRegion(daemon_, *authorizer_, context, *request, /*engine=*/true, response);
-}
-
-grpc::ServerUnaryReactor* EngineService::ReleaseRegion(
-    grpc::CallbackServerContext* context, const v1::ReleaseRegionRequest* request,
-    v1::ReleaseRegionResponse* response) noexcept {
-  return AnswerReleaseRegion(daemon_, *authorizer_, context, *request, /*engine=*/true, response);
+std::unique_ptr<grpc::Service> MakeEngineService(Daemon* daemon, const Authorizer* authorizer) {
+  return std::make_unique<EngineService>(daemon, authorizer);
 }
 
 }  // namespace refitd

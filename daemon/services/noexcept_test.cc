@@ -4,12 +4,10 @@
 #include <utility>
 
 #include "daemon/services/common.h"
-#include "daemon/services/engine_service.h"
 #include "daemon/services/health_service.h"
-#include "daemon/services/operator_service.h"
+#include "daemon/services/member_service.h"
 #include "daemon/services/peer_service.h"
 #include "daemon/services/reflection_service.h"
-#include "daemon/services/register_layout.h"
 
 namespace refitd {
 namespace {
@@ -26,29 +24,13 @@ struct Role {
 using Attach = AttachReactor<Role>;
 using Registering = RegisterLayoutReactor;
 
-static_assert(noexcept(std::declval<Attach&>().OnReadDone(true)));
-static_assert(noexcept(std::declval<Attach&>().OnWriteDone(true)));
-static_assert(noexcept(std::declval<Attach&>().OnCancel()));
-static_assert(noexcept(std::declval<Attach&>().OnDone()));
-static_assert(noexcept(std::declval<Registering&>().OnReadDone(true)));
-static_assert(noexcept(std::declval<Registering&>().OnDone()));
-static_assert(noexcept(std::declval<PendingCall&>().OnCancel()));
-static_assert(noexcept(std::declval<PendingCall&>().OnDone()));
-
-// trainer_service.cc asserts this of its own handlers, which no other file sees.
-REFITD_METHOD_IS_NOEXCEPT(EngineService, Attach, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(EngineService, RegisterLayout, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(EngineService, RegisterRegion, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(EngineService, ReleaseRegion, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(OperatorService, AbortUpdate, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(OperatorService, Drain, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(OperatorService, GetStatus, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(OperatorService, WatchUpdates, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(OperatorService, CheckAccess, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(PeerService, Link, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(HealthService, Check, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(HealthService, Watch, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(ReflectionService, ServerReflectionInfo, nullptr);
+static_assert(AreNoexcept(&Attach::OnReadDone, &Attach::OnWriteDone, &Attach::OnCancel,
+                          &Attach::OnDone, &Registering::OnReadDone, &Registering::OnDone,
+                          &PendingCall::OnCancel, &PendingCall::OnDone));
+// The services of members and operators assert this of their own handlers, which no other file
+// sees.
+static_assert(AreNoexcept(&PeerService::Link, &HealthService::Check, &HealthService::Watch,
+                          &ReflectionService::ServerReflectionInfo));
 
 TEST_CASE("an exception in a callback of gRPC was swallowed, and its work was left half done") {
   SUCCEED("the assertions above");

@@ -1,5 +1,3 @@
-#include "daemon/services/operator_service.h"
-
 #include <algorithm>
 #include <map>
 #include <string>
@@ -9,7 +7,11 @@
 #include "daemon/checks/fields.h"
 #include "daemon/link/hello.h"
 #include "daemon/node/operators.h"
+#include "daemon/services/common.h"
+#include "daemon/services/services.h"
 #include "daemon/services/status.h"
+#include "daemon/sockets/name_lookup.h"
+#include "refitd/v1/operator.grpc.pb.h"
 
 namespace refitd {
 namespace {
@@ -78,124 +80,148 @@ absl::StatusOr<v1::CreateGroupResponse> CreateGroupOf(Daemon* daemon,
   return response;
 }
 
+// Thread-safe.
+class OperatorService final : public v1::Operator::CallbackService {
+ public:
+  OperatorService(Daemon* daemon, const Authorizer* authorizer)
+      : daemon_(daemon), authorizer_(authorizer) {}
+
+  grpc::ServerUnaryReactor* CreateGroup(grpc::CallbackServerContext* context,
+                                        const v1::CreateGroupRequest* request,
+                                        v1::CreateGroupResponse* response) noexcept override {
+    const Rpc rpc = request->replace() ? Rpc::kOperatorReplaceGroup : Rpc::kOperatorCreateGroup;
+    return AnswerNow(
+        *authorizer_, context, {rpc, request->group(), request->request_id()}, response,
+        [&](const Peer& peer) { return CreateGroupOf(daemon_, *request, IdentityOf(peer)); });
+  }
+
+  grpc::ServerUnaryReactor* DeleteGroup(grpc::CallbackServerContext* context,
+                                        const v1::DeleteGroupRequest* request,
+                                        v1::DeleteGroupResponse* response) noexcept override {
+    return AnswerNow(*authorizer_, context, {Rpc::kOperatorDeleteGroup, request->group()}, response,
+                     [&](const Peer&) -> absl::StatusOr<v1::DeleteGroupResponse> {
+                       if (absl::Status status = daemon_->operators().DeleteGroup(request->group());
+                           !status.ok()) {
+                         return status;
+                       }
+                       return v1::DeleteGroupResponse();
+                     });
+  }
+
+  grpc::ServerUnaryReactor* AbortUpdate(grpc::CallbackServerContext* context,
+                                        const v1::AbortUpdateRequest* request,
+                                        v1::AbortUpdateResponse* /*response*/) noexcept override {
+    return AnswerLater(
+        daemon_, *authorizer_, context, {Rpc::kOperatorAbortUpdate, request->group()},
+        [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
+          const absl::Status line = CheckLine(request->reason(), kMaxReasonBytes, "reason");
+          if (!line.ok()) return reply(line, EmptyReply{});
+          daemon_->operators().AbortUpdate(call, request->group(), request->reason(),
+                                           std::move(reply));
+        },
+        [](const ReplyPayload&) {});
+  }
+
+  grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context,
+                                  const v1::DrainRequest* request,
+                                  v1::DrainResponse* response) noexcept override {
+    return AnswerNow(*authorizer_, context, {Rpc::kOperatorDrain, request->group()}, response,
+                     [&](const Peer&) -> absl::StatusOr<v1::DrainResponse> {
+                       REFITD_ASSIGN_OR_RETURN(const Operators::DrainedGroups done,
+                                               daemon_->operators().Drain(request->group()));
+                       v1::DrainResponse drained;
+                       drained.mutable_drained()->Add(done.drained.begin(), done.drained.end());
+                       drained.mutable_running()->Add(done.running.begin(), done.running.end());
+                       return drained;
+                     });
+  }
+
+  grpc::ServerUnaryReactor* GetStatus(grpc::CallbackServerContext* context,
+                                      const v1::GetStatusRequest* /*request*/,
+                                      v1::GetStatusResponse* response) noexcept override {
+    constexpr Rpc kRpc = Rpc::kOperatorGetStatus;
+    return AnswerNow(*authorizer_, context, {kRpc}, response,
+                     [&](const Peer& peer) -> absl::StatusOr<v1::GetStatusResponse> {
+                       v1::GetStatusResponse status = StatusOf(daemon_);
+                       ShowMoved(daemon_, &names_, status.mutable_groups());
+                       KeepShown(*authorizer_, peer, kRpc, status.mutable_groups());
+                       return status;
+                     });
+  }
+
+  grpc::ServerUnaryReactor* ListGroups(grpc::CallbackServerContext* context,
+                                       const v1::ListGroupsRequest* /*request*/,
+                                       v1::ListGroupsResponse* response) noexcept override {
+    constexpr Rpc kRpc = Rpc::kOperatorListGroups;
+    return AnswerNow(*authorizer_, context, {kRpc}, response,
+                     [&](const Peer& peer) -> absl::StatusOr<v1::ListGroupsResponse> {
+                       v1::ListGroupsResponse list = refitd::ListGroups(daemon_);
+                       ShowMoved(daemon_, &names_, list.mutable_groups());
+                       KeepShown(*authorizer_, peer, kRpc, list.mutable_groups());
+                       return list;
+                     });
+  }
+
+  grpc::ServerUnaryReactor* GetGroup(grpc::CallbackServerContext* context,
+                                     const v1::GetGroupRequest* request,
+                                     v1::GetGroupResponse* response) noexcept override {
+    return AnswerNow(*authorizer_, context, {Rpc::kOperatorGetGroup, request->group()}, response,
+                     [&](const Peer&) { return refitd::GetGroup(daemon_, *request); });
+  }
+
+  grpc::ServerUnaryReactor* ListMembers(grpc::CallbackServerContext* context,
+                                        const v1::ListMembersRequest* request,
+                                        v1::ListMembersResponse* response) noexcept override {
+    constexpr Rpc kRpc = Rpc::kOperatorListMembers;
+    return AnswerNow(*authorizer_, context, {kRpc, request->group()}, response,
+                     [&](const Peer& peer) -> absl::StatusOr<v1::ListMembersResponse> {
+                       REFITD_ASSIGN_OR_RETURN(v1::ListMembersResponse list,
+                                               refitd::ListMembers(daemon_, *request));
+                       KeepShown(*authorizer_, peer, kRpc, list.mutable_members());
+                       return list;
+                     });
+  }
+
+  grpc::ServerUnaryReactor* GetUpdateStatistics(
+      grpc::CallbackServerContext* context, const v1::GetUpdateStatisticsRequest* request,
+      v1::GetUpdateStatisticsResponse* response) noexcept override {
+    return AnswerNow(*authorizer_, context, {Rpc::kOperatorGetUpdateStatistics, request->group()},
+                     response,
+                     [&](const Peer&) { return refitd::GetUpdateStatistics(daemon_, *request); });
+  }
+
+  grpc::ServerUnaryReactor* CheckAccess(grpc::CallbackServerContext* context,
+                                        const v1::CheckAccessRequest* request,
+                                        v1::CheckAccessResponse* response) noexcept override {
+    return AnswerNow(*authorizer_, context, {Rpc::kOperatorCheckAccess, request->group()}, response,
+                     [&](const Peer&) { return authorizer_->CheckAccess(*request); });
+  }
+
+  grpc::ServerWriteReactor<v1::UpdateStatus>* WatchUpdates(
+      grpc::CallbackServerContext* context,
+      const v1::WatchUpdatesRequest* request) noexcept override {
+    return new WatchReactor(
+        daemon_, context,
+        authorizer_->Admit(*context, {Rpc::kOperatorWatchUpdates, request->group()}), *request);
+  }
+
+ private:
+  Daemon* const daemon_;
+  const Authorizer* const authorizer_;
+  NameLookup names_;
+};
+
+static_assert(AreNoexcept(&OperatorService::CreateGroup, &OperatorService::DeleteGroup,
+                          &OperatorService::AbortUpdate, &OperatorService::Drain,
+                          &OperatorService::GetStatus, &OperatorService::ListGroups,
+                          &OperatorService::GetGroup, &OperatorService::ListMembers,
+                          &OperatorService::GetUpdateStatistics, &OperatorService::CheckAccess,
+                          &OperatorService::WatchUpdates));
+
 }  // namespace
 
-grpc::ServerUnaryReactor* OperatorService::CreateGroup(grpc::CallbackServerContext* context,
-                                                       const v1::CreateGroupRequest* request,
-                                                       v1::CreateGroupResponse* response) noexcept {
-  const Rpc rpc = request->replace() ? Rpc::kOperatorReplaceGroup : Rpc::kOperatorCreateGroup;
-  return AnswerNow(
-      *authorizer_, context, {rpc, request->group(), request->request_id()}, response,
-      [&](const Peer& peer) { return CreateGroupOf(daemon_, *request, IdentityOf(peer)); });
-}
-
-grpc::ServerUnaryReactor* OperatorService::DeleteGroup(grpc::CallbackServerContext* context,
-                                                       const v1::DeleteGroupRequest* request,
-                                                       v1::DeleteGroupResponse* response) noexcept {
-  return AnswerNow(*authorizer_, context, {Rpc::kOperatorDeleteGroup, request->group()}, response,
-                   [&](const Peer&) -> absl::StatusOr<v1::DeleteGroupResponse> {
-                     if (absl::Status status = daemon_->operators().DeleteGroup(request->group());
-                         !status.ok()) {
-                       return status;
-                     }
-                     return v1::DeleteGroupResponse();
-                   });
-}
-
-grpc::ServerUnaryReactor* OperatorService::AbortUpdate(
-    grpc::CallbackServerContext* context, const v1::AbortUpdateRequest* request,
-    v1::AbortUpdateResponse* /*response*/) noexcept {
-  return AnswerLater(
-      daemon_, *authorizer_, context, {Rpc::kOperatorAbortUpdate, request->group()},
-      [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
-        const absl::Status line = CheckLine(request->reason(), kMaxReasonBytes, "reason");
-        if (!line.ok()) return reply(line, EmptyReply{});
-        daemon_->operators().AbortUpdate(call, request->group(), request->reason(),
-                                         std::move(reply));
-      },
-      [](const ReplyPayload&) {});
-}
-
-grpc::ServerUnaryReactor* OperatorService::Drain(grpc::CallbackServerContext* context,
-                                                 const v1::DrainRequest* request,
-                                                 v1::DrainResponse* response) noexcept {
-  return AnswerNow(*authorizer_, context, {Rpc::kOperatorDrain, request->group()}, response,
-                   [&](const Peer&) -> absl::StatusOr<v1::DrainResponse> {
-                     REFITD_ASSIGN_OR_RETURN(const Operators::DrainedGroups done,
-                                             daemon_->operators().Drain(request->group()));
-                     v1::DrainResponse drained;
-                     drained.mutable_drained()->Add(done.drained.begin(), done.drained.end());
-                     drained.mutable_running()->Add(done.running.begin(), done.running.end());
-                     return drained;
-                   });
-}
-
-grpc::ServerUnaryReactor* OperatorService::GetStatus(grpc::CallbackServerContext* context,
-                                                     const v1::GetStatusRequest* /*request*/,
-                                                     v1::GetStatusResponse* response) noexcept {
-  constexpr Rpc kRpc = Rpc::kOperatorGetStatus;
-  return AnswerNow(*authorizer_, context, {kRpc}, response,
-                   [&](const Peer& peer) -> absl::StatusOr<v1::GetStatusResponse> {
-                     v1::GetStatusResponse status = StatusOf(daemon_);
-                     ShowMoved(daemon_, &names_, status.mutable_groups());
-                     KeepShown(*authorizer_, peer, kRpc, status.mutable_groups());
-                     return status;
-                   });
-}
-
-grpc::ServerUnaryReactor* OperatorService::ListGroups(grpc::CallbackServerContext* context,
-                                                      const v1::ListGroupsRequest* /*request*/,
-                                                      v1::ListGroupsResponse* response) noexcept {
-  constexpr Rpc kRpc = Rpc::kOperatorListGroups;
-  return AnswerNow(*authorizer_, context, {kRpc}, response,
-                   [&](const Peer& peer) -> absl::StatusOr<v1::ListGroupsResponse> {
-                     v1::ListGroupsResponse list = refitd::ListGroups(daemon_);
-                     ShowMoved(daemon_, &names_, list.mutable_groups());
-                     KeepShown(*authorizer_, peer, kRpc, list.mutable_groups());
-                     return list;
-                   });
-}
-
-grpc::ServerUnaryReactor* OperatorService::GetGroup(grpc::CallbackServerContext* context,
-                                                    const v1::GetGroupRequest* request,
-                                                    v1::GetGroupResponse* response) noexcept {
-  return AnswerNow(*authorizer_, context, {Rpc::kOperatorGetGroup, request->group()}, response,
-                   [&](const Peer&) { return refitd::GetGroup(daemon_, *request); });
-}
-
-grpc::ServerUnaryReactor* OperatorService::ListMembers(grpc::CallbackServerContext* context,
-                                                       const v1::ListMembersRequest* request,
-                                                       v1::ListMembersResponse* response) noexcept {
-  constexpr Rpc kRpc = Rpc::kOperatorListMembers;
-  return AnswerNow(*authorizer_, context, {kRpc, request->group()}, response,
-                   [&](const Peer& peer) -> absl::StatusOr<v1::ListMembersResponse> {
-                     REFITD_ASSIGN_OR_RETURN(v1::ListMembersResponse list,
-                                             refitd::ListMembers(daemon_, *request));
-                     KeepShown(*authorizer_, peer, kRpc, list.mutable_members());
-                     return list;
-                   });
-}
-
-grpc::ServerUnaryReactor* OperatorService::GetUpdateStatistics(
-    grpc::CallbackServerContext* context, const v1::GetUpdateStatisticsRequest* request,
-    v1::GetUpdateStatisticsResponse* response) noexcept {
-  return AnswerNow(*authorizer_, context, {Rpc::kOperatorGetUpdateStatistics, request->group()},
-                   response,
-                   [&](const Peer&) { return refitd::GetUpdateStatistics(daemon_, *request); });
-}
-
-grpc::ServerUnaryReactor* OperatorService::CheckAccess(grpc::CallbackServerContext* context,
-                                                       const v1::CheckAccessRequest* request,
-                                                       v1::CheckAccessResponse* response) noexcept {
-  return AnswerNow(*authorizer_, context, {Rpc::kOperatorCheckAccess, request->group()}, response,
-                   [&](const Peer&) { return authorizer_->CheckAccess(*request); });
-}
-
-grpc::ServerWriteReactor<v1::UpdateStatus>* OperatorService::WatchUpdates(
-    grpc::CallbackServerContext* context, const v1::WatchUpdatesRequest* request) noexcept {
-  return new WatchReactor(
-      daemon_, context,
-      authorizer_->Admit(*context, {Rpc::kOperatorWatchUpdates, request->group()}), *request);
+std::unique_ptr<grpc::Service> MakeOperatorService(Daemon* daemon, const Authorizer* authorizer) {
+  return std::make_unique<OperatorService>(daemon, authorizer);
 }
 
 }  // namespace refitd

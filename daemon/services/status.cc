@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <utility>
 
 #include "daemon/link/hello.h"
 #include "daemon/process/process_stats.h"

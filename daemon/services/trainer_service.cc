@@ -1,12 +1,10 @@
-#include "daemon/services/trainer_service.h"
-
 #include <utility>
 
 #include "daemon/link/trainer_messages.h"
 #include "daemon/services/common.h"
 #include "daemon/services/hello.h"
-#include "daemon/services/region_calls.h"
-#include "daemon/services/register_layout.h"
+#include "daemon/services/member_service.h"
+#include "daemon/services/services.h"
 #include "daemon/services/status.h"
 #include "daemon/services/trainer_events.h"
 #include "proto/convert.h"
@@ -16,7 +14,11 @@ namespace refitd {
 namespace {
 
 struct TrainerRole {
+  static constexpr bool kEngine = false;
   static constexpr Rpc kRpc = Rpc::kTrainerAttach;
+  static constexpr Rpc kRegisterLayout = Rpc::kTrainerRegisterLayout;
+  static constexpr Rpc kRegisterRegion = Rpc::kTrainerRegisterRegion;
+  static constexpr Rpc kReleaseRegion = Rpc::kTrainerReleaseRegion;
   using Message = v1::TrainerMessage;
   using Event = v1::TrainerEvent;
   static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
@@ -29,36 +31,9 @@ struct TrainerRole {
 };
 
 // Thread-safe.
-class TrainerService final : public v1::Trainer::CallbackService {
+class TrainerService final : public MemberService<v1::Trainer::CallbackService, TrainerRole> {
  public:
-  TrainerService(Daemon* daemon, const Authorizer* authorizer)
-      : daemon_(daemon), authorizer_(authorizer) {}
-
-  grpc::ServerBidiReactor<v1::TrainerMessage, v1::TrainerEvent>* Attach(
-      grpc::CallbackServerContext* context) noexcept override {
-    return new AttachReactor<TrainerRole>(daemon_, authorizer_, context);
-  }
-
-  grpc::ServerReadReactor<v1::LayoutChunk>* RegisterLayout(
-      grpc::CallbackServerContext* context, v1::LayoutRegistered* response) noexcept override {
-    return new RegisterLayoutReactor(daemon_,
-                                     authorizer_->Admit(*context, {Rpc::kTrainerRegisterLayout}),
-                                     /*engine=*/false, response);
-  }
-
-  grpc::ServerUnaryReactor* RegisterRegion(grpc::CallbackServerContext* context,
-                                           const v1::RegisterRegionRequest* request,
-                                           v1::RegisterRegionResponse* response) noexcept override {
-    return AnswerRegisterRegion(daemon_, *authorizer_, context, *request, /*engine=*/false,
-                                response);
-  }
-
-  grpc::ServerUnaryReactor* ReleaseRegion(grpc::CallbackServerContext* context,
-                                          const v1::ReleaseRegionRequest* request,
-                                          v1::ReleaseRegionResponse* response) noexcept override {
-    return AnswerReleaseRegion(daemon_, *authorizer_, context, *request, /*engine=*/false,
-                               response);
-  }
+  using MemberService::MemberService;
 
   grpc::ServerUnaryReactor* Begin(grpc::CallbackServerContext* context,
                                   const v1::BeginRequest* request,
@@ -154,23 +129,14 @@ class TrainerService final : public v1::Trainer::CallbackService {
                                  const Request& request, Make make) {
     return Hand<Reply>(context, rpc, request, make, [](const Reply&) {});
   }
-
-  Daemon* const daemon_;
-  const Authorizer* const authorizer_;
 };
 
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, Attach, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, RegisterLayout, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, RegisterRegion, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, ReleaseRegion, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, Begin, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, LeaseSlot, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, ReleaseSlot, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, PushBucket, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, Commit, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, Abort, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, Refit, nullptr, nullptr, nullptr);
-REFITD_METHOD_IS_NOEXCEPT(TrainerService, GetUpdate, nullptr, nullptr, nullptr);
+static_assert(AreNoexcept(&TrainerService::Attach, &TrainerService::RegisterLayout,
+                          &TrainerService::RegisterRegion, &TrainerService::ReleaseRegion,
+                          &TrainerService::Begin, &TrainerService::LeaseSlot,
+                          &TrainerService::ReleaseSlot, &TrainerService::PushBucket,
+                          &TrainerService::Commit, &TrainerService::Abort, &TrainerService::Refit,
+                          &TrainerService::GetUpdate));
 
 }  // namespace
 

@@ -241,7 +241,7 @@ TEST_CASE("a part tells a loader engine where in the pool its tensors lie") {
   CHECK(ready.byte_offsets(0) == 64);
 }
 
-TEST_CASE("what becomes of an update is told to both roles alike") {
+TEST_CASE("both roles get the same event for an update's outcome") {
   const auto both = [](const MemberNews& news, auto check) {
     check(MemberEventOf<v1::EngineEvent>(news));
     check(MemberEventOf<v1::TrainerEvent>(news));

@@ -172,7 +172,7 @@ void AcceptLoop::AcceptAll() {
     if (errno == EINTR || errno == ECONNABORTED) continue;
     if (errno == EAGAIN) return;
     if (errno == EMFILE || errno == ENFILE) {
-      // A client whose connection is closed hears of it, and the loop is not woken for it again.
+      // A client sees that its connection is closed, and the loop is not woken for it again.
       const SpareDescriptor::Outcome shed = spare_.Shed(listen_fd_, [](const UniqueFd&) {});
       if (shed == SpareDescriptor::Outcome::kRefused) continue;
       if (shed == SpareDescriptor::Outcome::kNoneWaits) return;

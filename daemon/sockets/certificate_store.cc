@@ -1,7 +1,6 @@
 #include "daemon/sockets/certificate_store.h"
 
 #include <array>
-#include <chrono>
 #include <ctime>
 #include <utility>
 

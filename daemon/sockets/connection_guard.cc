@@ -25,13 +25,14 @@ extern "C" int __interceptor_close(int)  // NOLINT(bugprone-reserved-identifier)
 namespace refitd {
 namespace {
 
-// The connection that has each descriptor; 0: none that is watched. Zeros that nobody touches take
-// no memory.
-std::array<std::atomic<ConnectionLedger::Id>, kMaxGuardedFds> connections;
+// The watched connection of each descriptor; 0: none. Pages of zeros that nobody writes take no
+// memory.
+std::array<std::atomic<ConnectionLedger::Id>, kMaxGuardedFds> id_of_fd;
 std::atomic<ConnectionGuard*> the_guard{nullptr};
 
-std::atomic<ConnectionLedger::Id>* PlaceOf(int fd) {
-  return fd >= 0 && fd < kMaxGuardedFds ? &connections[static_cast<size_t>(fd)] : nullptr;
+// The descriptor's entry of id_of_fd; null: it is outside of the table.
+std::atomic<ConnectionLedger::Id>* IdAt(int fd) {
+  return fd >= 0 && fd < kMaxGuardedFds ? &id_of_fd[static_cast<size_t>(fd)] : nullptr;
 }
 
 ssize_t Receive(int fd, msghdr* message, int flags) {
@@ -86,12 +87,12 @@ ConnectionGuard::ConnectionGuard(GuardOptions options)
 ConnectionGuard::~ConnectionGuard() {
   MutexLock lock(&mutex_);
   the_guard = nullptr;
-  for (const auto& [id, watched] : watched_) *PlaceOf(watched.fd) = 0;
+  for (const auto& [id, watched] : watched_) *IdAt(watched.fd) = 0;
 }
 
 bool ConnectionGuard::Watch(int fd, const std::string& source) {
-  std::atomic<ConnectionLedger::Id>* const place = PlaceOf(fd);
-  if (place == nullptr) return false;
+  std::atomic<ConnectionLedger::Id>* const id_at = IdAt(fd);
+  if (id_at == nullptr) return false;
   const std::string peer = PeerOfSocket(fd);
   const bool tls = options_.tls && !peer.starts_with("fd:");
   std::vector<ConnectionLedger::Ended> ended;
@@ -101,8 +102,8 @@ bool ConnectionGuard::Watch(int fd, const std::string& source) {
     if (id == 0) return false;
     watched_.emplace(id, Watched{fd, peer, !tls});
     peers_[peer] = id;
-    *place = id;
-    ended = EndAll();
+    *id_at = id;       // from now on what gRPC reads of it is counted
+    ended = EndAll();  // those that the ledger ended to make room for this connection
   }
   Tell(ended);
   return true;
@@ -163,8 +164,8 @@ size_t ConnectionGuard::unproven() const {
 }
 
 ConnectionLedger::Id ConnectionGuard::IdOf(int fd) {
-  const std::atomic<ConnectionLedger::Id>* const place = PlaceOf(fd);
-  return place == nullptr ? 0 : place->load();
+  const std::atomic<ConnectionLedger::Id>* const id_at = IdAt(fd);
+  return id_at == nullptr ? 0 : id_at->load();
 }
 
 bool ConnectionGuard::Take(ConnectionLedger::Id id, std::span<const iovec> parts, int64_t bytes) {
@@ -251,9 +252,9 @@ extern "C" __attribute__((visibility("default"))) ssize_t recvmsg(int fd, msghdr
 }
 
 extern "C" __attribute__((visibility("default"))) int close(int fd) {
-  std::atomic<refitd::ConnectionLedger::Id>* const place = refitd::PlaceOf(fd);
-  if (place != nullptr && place->load() != 0) {
-    const refitd::ConnectionLedger::Id id = place->exchange(0);
+  std::atomic<refitd::ConnectionLedger::Id>* const id_at = refitd::IdAt(fd);
+  if (id_at != nullptr && id_at->load() != 0) {
+    const refitd::ConnectionLedger::Id id = id_at->exchange(0);
     if (refitd::ConnectionGuard* const guard = refitd::the_guard.load()) guard->Close(id);
   }
   return refitd::CloseDescriptor(fd);

@@ -48,8 +48,9 @@ class ConnectionGuard {
   ConnectionGuard(const ConnectionGuard&) = delete;
   ConnectionGuard& operator=(const ConnectionGuard&) = delete;
 
-  // Watches an accepted connection, before gRPC gets it. `source`: "uid:N" or an address. False:
-  // the caller must close it: descriptors have run out, or the source is kept out.
+  // Counts from now on what gRPC reads of an accepted connection, which gRPC must not have yet.
+  // `source`: "uid:N" or an address. False: `fd` is kMaxGuardedFds or more, or the source is kept
+  // out; the caller must close it.
   bool Watch(int fd, const std::string& source);
 
   // `peer` is ServerContext::peer(). A rule allowed a call of that connection, by this identity.

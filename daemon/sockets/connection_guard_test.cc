@@ -75,7 +75,7 @@ TEST_CASE_METHOD(Fixture, "A connection brought any number of bytes before a rul
   CHECK(connection.Pass(1) == -1);
 }
 
-TEST_CASE_METHOD(Fixture, "A connection that is over its budget is shut down and told of") {
+TEST_CASE_METHOD(Fixture, "A connection that is over its budget is shut down and reported") {
   const Connection connection;
   REQUIRE(guard.Watch(connection.server.get(), "uid:7"));
   CHECK(connection.Pass(kUnprovenBytes + 1) == -1);

@@ -122,7 +122,8 @@ void ConnectionLedger::EndMost(const Accounts::iterator& account, const std::str
   if (most != connections_.end()) EndFlood(most->first, &most->second, why);
 }
 
-// A handler sees one call for each stream.
+// A stream is taken off the count when a handler gets its call: the count is of streams of which no
+// call came.
 void ConnectionLedger::Explain(Connection* connection) {
   connection->called = true;
   if (connection->streams == 0) return;

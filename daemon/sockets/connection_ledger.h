@@ -86,7 +86,8 @@ class ConnectionLedger {
       : identity_message_bytes_(
             std::max(kIdentityMessageBytes, kIdentityMessages * message_bytes)) {}
 
-  // 0: the source is kept out.
+  // Takes a connection of the source in; others may have to end for it (TakeEnded). 0: the source
+  // is kept out.
   Id Open(const std::string& source, TimePoint now);
   void Close(Id id);
 

@@ -63,7 +63,7 @@ class DescriptorHandler {
  public:
   virtual ~DescriptorHandler() = default;
   // `fd` is the caller's descriptor, unchecked; `bytes` is positive. `address`: of device memory in
-  // the caller's process, as the caller says; 0: not told.
+  // the caller's process, as the caller says; 0: unknown.
   virtual absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                                   UniqueFd fd, RegionKind kind, int64_t bytes,
                                                   uint64_t address) = 0;

@@ -360,7 +360,9 @@ TEST_CASE_METHOD(Fixture, "Another process's request carries its own credentials
   CHECK(code == Code(absl::StatusCode::kPermissionDenied));
 }
 
-TEST_CASE_METHOD(Fixture, "Whom the daemon refuses is told so and closed, whatever token he has") {
+TEST_CASE_METHOD(
+    Fixture,
+    "A connection that the daemon refuses gets an error and is closed, whatever its token") {
   options.admit = [](const PeerCredentials& peer) { return Only(getuid() + 1, peer); };
   const auto socket = Start();
   Client stranger(path);
@@ -379,7 +381,7 @@ TEST_CASE_METHOD(Fixture, "Whom the daemon refuses is told so and closed, whatev
   CHECK(Eventually([&] { return socket->connections() == 0; }));
 }
 
-TEST_CASE_METHOD(Fixture, "Connections over the limit are told so and closed; others go on") {
+TEST_CASE_METHOD(Fixture, "Connections over the limit get an error and are closed; others go on") {
   options.max_connections = 4;  // of which one user has at most half
   const auto socket = Start();
   Client first(path);

@@ -6,7 +6,6 @@
 #include <sys/syscall.h>
 
 #include <cerrno>
-#include <utility>
 
 #include "transport/base/status.h"
 

@@ -84,7 +84,7 @@ absl::StatusOr<WatchHandle> ProcessWatch::Add(UniqueFd pidfd, Callback died) {
   const int fd = pidfd.get();
   MutexLock lock(&mutex_);
   const WatchHandle handle(next_handle_++);
-  if (fd < 0) {
+  if (fd < 0) {  // the process has ended already: `died` is called by the watch's thread
     gone_.push_back(handle);
     eventfd_write(wake_.get(), 1);
   } else {

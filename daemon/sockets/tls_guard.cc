@@ -4,7 +4,6 @@
 #include <openssl/crypto.h>
 #include <openssl/ssl.h>
 
-#include <cstdint>
 #include <string_view>
 
 #include "daemon/sockets/connection_guard.h"

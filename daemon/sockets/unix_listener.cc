@@ -7,9 +7,7 @@
 #include <sys/un.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
-#include <optional>
 #include <utility>
 
 #include "daemon/sockets/peer_credentials.h"

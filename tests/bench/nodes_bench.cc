@@ -28,7 +28,7 @@
 #include "tests/bench/report.h"
 #include "tests/bench/session.h"
 #include "transport/base/unique_fd.h"
-#include "transport/sockets/plain_tcp.h"
+#include "transport/sockets/plain_tcp_testing.h"
 #include "transport/tls/test_certificates.h"
 
 namespace refitd::bench {

@@ -18,6 +18,7 @@
 #include "daemon/execute/program_executor.h"
 #include "proto/convert.h"
 #include "tests/bench/report.h"
+#include "tests/workloads/route_explanation.h"
 #include "tests/workloads/sharding/arena.h"
 #include "tests/workloads/sharding/megatron.h"
 #include "tests/workloads/sharding/model.h"
@@ -263,7 +264,7 @@ void DeepSeek(const Options& options, Report* report) {
     AddRatio(report, name, result.plan(), 1.10);
     Ceiling(report, name + ": a trainers' node sends, of what it holds",
             SentOfHeld(c, inputs, result.plan()), "x", 1.05);
-    const double seconds = result.plan().Estimate(kRates).seconds;
+    const double seconds = Estimate(result.plan(), kRates).seconds;
     if (instances == 8) of_eight = seconds;
     report->Add({name + ": estimate, 45 GB/s a node", seconds, "s", of_eight, seconds / of_eight,
                  1.15, false, true});

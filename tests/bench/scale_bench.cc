@@ -18,7 +18,7 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/group/bucket_draft.h"
+#include "daemon/group/bucket_draft_testing.h"
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
 #include "daemon/link/commands.h"

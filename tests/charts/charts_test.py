@@ -29,6 +29,7 @@ textproto.REFITD = os.path.abspath("bazel-bin/daemon/refitd")
 
 CLUSTER = {"cluster": {"enabled": True}}
 SPIRE = {"cluster": {"enabled": True, "certificates": {"from": "spire"}}}
+OPERATOR = {"monitoring": {"podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}}}
 GPU = {"gpu": {"enabled": True}}
 # The values that make of the chart what a variant of deploy/kubernetes is. The sidecar is a part of an engine's pod, and no chart's. Probes of
 # gRPC take a control plane in the clear, so the chart has none.
@@ -36,6 +37,7 @@ VALUES = {
     "base": {},
     "base with cert-manager": CLUSTER,
     "base with SPIRE": SPIRE,
+    "base with the Prometheus operator": OPERATOR,
     "gpu": GPU,
     "gpu with cert-manager": {**GPU, **CLUSTER},
     "gpu with legacy IPC": {"gpu": {"enabled": True, "legacyIpc": True}},
@@ -64,9 +66,9 @@ def file_of(values):
         yield file.name
 
 
-def template(values):
+def template(values, folder=CHART):
     with file_of(values) as path:
-        return helm("template", "refitd", CHART, "--namespace", "refitd", "--values", path)
+        return helm("template", "refitd", folder, "--namespace", "refitd", "--values", path)
 
 
 def chart(values):
@@ -177,13 +179,14 @@ class ChartTest(unittest.TestCase):
         done = helm("lint", "--strict", "--quiet", CHART)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
 
-    def test_it_packs(self):
+    def test_it_packs_with_the_alerts(self):
         with tempfile.TemporaryDirectory() as folder:
             done = helm("package", CHART, "--destination", folder)
             self.assertEqual(done.returncode, 0, done.stderr)
             (name,) = os.listdir(folder)
-            packed = helm("template", "refitd", os.path.join(folder, name), "--namespace", "refitd")
-        self.assertEqual(packed.stdout, template({}).stdout)
+            packed = template(OPERATOR, os.path.join(folder, name))
+        self.assertIn("alert: RefitdDown", packed.stdout)
+        self.assertEqual(packed.stdout, template(OPERATOR).stdout)
 
     def test_a_changed_setting_is_rolled_out(self):
         def checksum(values):
@@ -205,6 +208,13 @@ class ChartTest(unittest.TestCase):
                                 "default_verification": "TRANSFER", "limits.max_region_bytes": str(1 << 43)})
         self.assertEqual(settings["rule"][-1], {"who": ["dns:*.example.org"], "role": ["TRAINER"], "group": ["llama-*"], "any_owner": ["true"],
                                                "owner": ["false"]})
+
+    def test_alerts_lead_to_the_runbook_that_the_values_name(self):
+        values = {"monitoring": {"labels": {"release": "p"}, "prometheusRule": {"enabled": True, "runbook": "https://r.example.org/x.html"}}}
+        (rule,) = of_kind(chart(values), "PrometheusRule")
+        self.assertEqual(rule["metadata"]["labels"]["release"], "p")
+        for alert in rule["spec"]["groups"][0]["rules"]:
+            self.assertEqual(alert["annotations"]["runbook_url"], "https://r.example.org/x.html#" + alert["alert"].lower())
 
     def test_variables_and_images_are_as_told(self):
         values = {"env": {"NCCL_DEBUG": "INFO"}, "image": {"repository": "r.example.org/x", "tag": "7", "pullPolicy": "Always"},

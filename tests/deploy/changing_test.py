@@ -1,4 +1,4 @@
-"""docs/changing.md names files that exist, and tells of each list how many files it has; docs/decisions.md is numbered and indexed."""
+"""docs/changing.md names files that exist and counts them, docs/architecture.md names the functions of a push; docs/decisions.md is numbered and indexed."""
 
 import os
 import re
@@ -9,6 +9,8 @@ PAGE = "docs/changing.md"
 # these files as its inputs, so the test runs anew each time (BUILD.bazel).
 TREE = os.path.dirname(os.path.dirname(os.path.realpath(PAGE)))
 DECISIONS = os.path.join(TREE, "docs", "decisions.md")
+ARCHITECTURE = os.path.join(TREE, "docs", "architecture.md")
+MOST_FILES_OF_A_PUSH = 20  # that a reader opens to follow a push on one daemon
 MOST_WORDS_OF_A_RECORD = 250  # a record has reasons and decisive figures; evidence belongs to docs/performance.md
 TOP = "client|daemon|deploy|docs|proto|tests|third_party|tools|transport"
 
@@ -94,9 +96,36 @@ class ChangingTest(unittest.TestCase):
             self.assertEqual(len(set(paths)), len(paths), anchor)
             self.assertEqual(sum(path.startswith("client/python/") for path in paths), int(python), anchor)
 
-    def test_a_transports_list_has_the_files_whose_code_names_it(self):
-        rows = re.findall(r"^\| \d+ \| `([^`]*)` \|", sections_of(self.page)["A transport"], flags=re.M)
+    def test_a_transports_lists_have_the_files_whose_code_names_it(self):
+        rows = re.findall(r"^\| (?:\d+|-) \| `([^`]*)` \|", sections_of(self.page)["A transport"], flags=re.M)
         self.assertEqual(sorted(rows), files_that_name("cuda|nccl|gpu"))
+
+
+class RoadTest(unittest.TestCase):
+    """docs/architecture.md, "The road of a push"."""
+
+    def setUp(self):
+        with open(ARCHITECTURE) as file:
+            self.road = sections_of(file.read())["The road of a push"]
+        self.rows = re.findall(r"^\| (\d+) \| `([^`]*)` \| ([^|]*) \|", self.road, flags=re.M)
+
+    def test_every_function_of_a_step_is_in_its_file(self):
+        self.assertEqual([int(number) for number, *_ in self.rows], list(range(1, len(self.rows) + 1)))
+        missing = []
+        for _, path, functions in self.rows:
+            with open(os.path.join(TREE, path)) as file:
+                text = file.read()
+            missing += [(path, name) for name in re.findall(r"`([^`]*)`", functions) if name.split("::")[-1] not in text]
+        self.assertEqual(missing, [])
+
+    def test_a_push_on_one_daemon_crosses_few_files(self):
+        crossed = {path for _, path, _ in self.rows} | {"daemon/group/requests.cc"}  # the answer
+        self.assertLessEqual(len(crossed), MOST_FILES_OF_A_PUSH)
+
+    def test_every_path_exists(self):
+        paths = paths_of(self.road)
+        self.assertGreater(len(paths), 20)
+        self.assertEqual([path for path in paths if not os.path.exists(os.path.join(TREE, path))], [])
 
 
 class DecisionsTest(unittest.TestCase):

@@ -149,6 +149,25 @@ KINDS = {
             "ttl": STRING,
         },
     },
+    # The Prometheus operator's API reference. A rule's own fields are promtool's to check.
+    ("monitoring.coreos.com/v1", "PodMonitor"): {
+        "spec": {
+            "selector": LABEL_SELECTOR,
+            "podMetricsEndpoints": [{
+                "port": STRING,
+                "interval": STRING,
+                "scheme": STRING,
+                "tlsConfig": {"*": MAP},
+                "relabelings": [{"sourceLabels": STRINGS, "targetLabel": STRING, "regex": STRING, "replacement": STRING, "action": STRING}],
+            }],
+        },
+    },
+    ("monitoring.coreos.com/v1", "PrometheusRule"): {
+        "spec": {"groups": [{
+            "name": STRING,
+            "rules": [{"alert": STRING, "expr": STRING, "for": STRING, "labels": MAP, "annotations": MAP}],
+        }]},
+    },
     ("apps/v1", "DaemonSet"): {
         "spec": {
             "selector": LABEL_SELECTOR,

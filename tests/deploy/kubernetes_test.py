@@ -28,6 +28,7 @@ VARIANTS = {
     "base with probes of gRPC": ("base", ("components/grpc-probes",)),
     "base with cert-manager": ("base", ("components/cert-manager",)),
     "base with SPIRE": ("base", ("components/spire",)),
+    "base with the Prometheus operator": ("base", ("components/prometheus-operator",)),
     "gpu with cert-manager": ("overlays/gpu", ("components/cert-manager",)),
     "sidecar": ("sidecar", ()),
     "gpu": ("overlays/gpu", ()),
@@ -167,6 +168,10 @@ def check_ports(resources):
                     yield "network policy: no port %s" % port["port"]
     annotations = workload(resources)["spec"]["template"]["metadata"]["annotations"]
     scraped = annotations.get("prometheus.io/port")
+    for monitor in of_kind(resources, "PodMonitor"):
+        labels = workload(resources)["spec"]["template"]["metadata"]["labels"]
+        if not matches(monitor["spec"]["selector"], labels) or [e["port"] for e in monitor["spec"]["podMetricsEndpoints"]] != ["metrics"]:
+            yield "the PodMonitor does not find the metrics"
     if annotations.get("prometheus.io/scrape") != "true" or scraped != str(every.get("metrics")):
         yield "Prometheus is told port %s, the metrics are on %s" % (scraped, every.get("metrics"))
 
@@ -479,6 +484,13 @@ class PlantedTest(unittest.TestCase):
         def plant(r):
             workload(r)["spec"]["template"]["metadata"]["annotations"]["prometheus.io/port"] = "9465"
         self.assert_found(plant, "Prometheus is told port 9465")
+
+    def test_a_monitor_of_other_pods_or_another_port(self):
+        variant = "base with the Prometheus operator"
+        self.assert_found(lambda r: of_kind(r, "PodMonitor")[0]["spec"]["selector"]["matchLabels"].update(a="b"), "does not find the metrics",
+                          variant)
+        self.assert_found(lambda r: of_kind(r, "PodMonitor")[0]["spec"]["podMetricsEndpoints"][0].update(port="links"),
+                          "does not find the metrics", variant)
 
     def test_an_image_without_version(self):
         self.assert_found(lambda r: container(r, "refitd").update(image="registry:5000/refitd"), "has no version")

@@ -17,7 +17,8 @@ DASHBOARD = "deploy/grafana/refitd.json"
 RULES = "deploy/prometheus/alerts.yml"
 SCRAPE = "deploy/prometheus/kubernetes.yml"
 RULES_TEST = "deploy/prometheus/alerts_test.yml"
-OPERATIONS = "docs/operations.md"
+RUNBOOK = "docs/runbook.md"
+RULE_OBJECT = "deploy/kubernetes/components/prometheus-operator/prometheusrule.yaml"
 REFERENCE = "docs/reference/metrics.md"
 REFITD = "daemon/refitd"
 REFITCTL = "daemon/refitctl/refitctl"
@@ -157,13 +158,30 @@ class RulesTest(unittest.TestCase):
         for rule in self.group["rules"]:
             self.assertEqual(wrong_names(rule["expr"]), [], rule["alert"])
             self.assertEqual(set(rule["labels"]), {"severity"}, rule["alert"])
-            self.assertEqual(set(rule["annotations"]), {"summary", "description"}, rule["alert"])
+            self.assertEqual(set(rule["annotations"]), {"summary", "description", "runbook_url"}, rule["alert"])
 
-    def test_each_is_explained_to_operators(self):
-        with open(OPERATIONS) as file:
-            page = file.read()
-        told = re.findall(r"^\| `(Refitd\w+)` \|", page, re.MULTILINE)
-        self.assertEqual(told, [rule["alert"] for rule in self.group["rules"]])
+    def test_an_alert_about_a_group_had_one_series_for_each_scrape(self):
+        """A label that says who was scraped is left in alerts about daemons alone."""
+        for rule in self.group["rules"]:
+            if "$labels.group" in rule["annotations"]["summary"]:
+                self.assertRegex(rule["expr"].strip(), r"^(sum|min|max|count|histogram_quantile\(0\.95, sum) by \(group", rule["alert"])
+
+    def test_each_has_its_section_in_the_runbook_and_leads_there(self):
+        with open(RUNBOOK) as file:
+            sections = re.split(r"^## (.*)$", file.read(), flags=re.MULTILINE)[1:]
+        sections = {name: text for name, text in zip(sections[::2], sections[1::2]) if name.startswith("Refitd")}
+        self.assertEqual(list(sections), [rule["alert"] for rule in self.group["rules"]])
+        for name, text in sections.items():
+            parts = [text.find("**%s**" % part) for part in ("Means", "Look at", "Do")]
+            self.assertTrue(-1 < parts[0] < parts[1] < parts[2], name)
+        for rule in self.group["rules"]:
+            # A page's anchors are its headings in lower case.
+            self.assertRegex(rule["annotations"]["runbook_url"], r"^https://.*/docs/runbook\.html#%s$" % rule["alert"].lower())
+
+    def test_the_object_of_the_operator_has_these_rules(self):
+        with open(RULES) as rules, open(RULE_OBJECT) as objects:
+            body = re.sub(r"^(?=.)", "  ", rules.read().partition("\ngroups:")[2], flags=re.MULTILINE)
+            self.assertEqual(objects.read().partition("\n  groups:")[2], body, "put the text of alerts.yml below `spec`")
 
     def test_names_that_do_not_exist_are_found(self):
         self.assertEqual(wrong_names("refitd_update_total"), ["refitd_update_total"])
@@ -196,6 +214,14 @@ class ScrapeTest(unittest.TestCase):
             if "target_label" in rule and match is not None:
                 labels[rule["target_label"]] = match.expand(rule.get("replacement", "$1").replace("$1", r"\1"))
         return labels["job"], labels["instance"]
+
+    def test_the_operators_scrape_has_the_same_job_and_instances(self):
+        resources = kustomize.render("deploy/kubernetes/base", ["deploy/kubernetes/components/prometheus-operator"])
+        (monitor,) = [r for r in resources if r["kind"] == "PodMonitor"]
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        self.assertEqual(endpoint["relabelings"], [
+            {"targetLabel": "job", "replacement": "refitd"},
+            {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "instance"}])
 
     def test_promtool_takes_it(self):
         # The distribution's promtool is built without the discovery of Kubernetes, so a fixed target stands for that.

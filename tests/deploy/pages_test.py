@@ -1,8 +1,10 @@
 """Pages for users state results: no load, seed, machine, test file or history, which are for evidence pages. They have one shape."""
 
+import ast
 import contextlib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -13,9 +15,9 @@ import unittest
 TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
 TUTORIALS = tuple("tutorials/" + name for name in ("fsdp2", "transformers", "lora", "megatron", "skyrl", "verl", "nemo_rl", "slime"))
 GUIDES = ("quickstart", "concepts", "comparison", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access",
-          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", *TUTORIALS)
+          "kubernetes", "troubleshooting", "networks", "sizing", "upgrade", "runbook", *TUTORIALS)
 SHAPED = ("quickstart", "python", "vllm", "sglang", "trainers", "refitctl", "grpc", "operations", "access", "kubernetes", "troubleshooting",
-          "networks", "sizing", "upgrade", *TUTORIALS)
+          "networks", "sizing", "upgrade", "runbook", *TUTORIALS)
 README_WORDS = 500
 
 # What belongs to a laboratory's log, by kind.
@@ -53,6 +55,14 @@ def log_words(name, text):
     return found
 
 
+def unknown_flags(block):
+    """Flags in the block's commands of refitd and refitctl that their help does not have."""
+    with open(os.path.join(TREE, "docs/reference/commands.md")) as file:
+        known = set(re.findall(r"--[a-z][a-z-]*", file.read()))
+    commands = re.findall(r"(?m)(?:^ *|[|;&] *|-- )(?:refitd|refitctl) ([^\n|;&#]*)", block.replace("\\\n", " "))
+    return [flag for command in commands for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", command) if flag not in known]
+
+
 class PagesTest(unittest.TestCase):
     def test_guidance_pages_have_no_word_of_a_laboratorys_log(self):
         for name in GUIDES:
@@ -77,6 +87,37 @@ class PagesTest(unittest.TestCase):
                 self.assertNotIn(None, places)
                 starts = [place.start() for place in places]
                 self.assertEqual(starts, sorted(starts))
+
+    def test_the_status_that_a_server_answers_is_the_drivers(self):
+        with open(os.path.join(TREE, "client/python/refitd/serving/driver.py")) as file:
+            driver = file.read()
+        (shown,) = re.findall(r"```json\n(.*?)```", text_of("vllm"), flags=re.S)
+        status = re.search(r"def status\(self\).*?return \{(.*?)\}", driver, flags=re.S).group(1)
+        self.assertEqual(list(json.loads(shown)), re.findall(r'"(\w+)":', status))
+        self.assertIn('"%s"' % json.loads(shown)["state"], re.search(r"class State\(Enum\):(.*?)\n\n", driver, flags=re.S).group(1))
+
+    def test_figures_of_sizing_are_those_of_the_section_that_they_link(self):
+        performance = {LinksTest.anchor(title): below for title, below in
+                       re.findall(r"(?m)^#{2,3} (.*)\n((?:(?!^#{2,3} ).*\n)*)", text_of("performance"))}
+        links = re.findall(r"\[([^]]*\d[^]]*)\]\(performance\.md#([\w-]+)\)", text_of("sizing"))
+        self.assertGreater(len(links), 8)
+        for text, anchor in links:
+            for number in re.findall(r"\d+(?:\.\d+)?", text):
+                with self.subTest(number=number, section=anchor):
+                    self.assertRegex(performance[anchor], r"(?<![\d.])%s(?![\d]|\.\d)" % re.escape(number))
+
+    def test_code_on_pages_is_code(self):
+        for name in GUIDES:
+            for code in re.findall(r"(?m)^```python\n(.*?)^```", text_of(name), flags=re.S):
+                with self.subTest(page=name, code=code):
+                    ast.parse(code)
+
+    def test_flags_of_commands_on_pages_exist(self):
+        self.assertEqual(unknown_flags("refitctl --sockets /tmp/a push X \\\n --creat | refitd --none"), ["--sockets", "--creat", "--none"])
+        for name in GUIDES:
+            for block in re.findall(r"(?m)^ *```\n(.*?)^ *```", text_of(name), flags=re.S):
+                with self.subTest(page=name, block=block):
+                    self.assertEqual(unknown_flags(block), [])
 
     def test_the_readme_is_short_and_shows_a_figure_on_its_first_screen(self):
         with open(os.path.join(TREE, "README.md")) as file:
@@ -132,6 +173,11 @@ class LinksTest(unittest.TestCase):
     """tools/docs_tree.py, which tools/docs asks of every page."""
 
     docs_tree = load("tools/docs_tree.py")
+
+    @classmethod
+    def anchor(cls, title):
+        (found,) = cls.docs_tree.anchors_of("# " + title)
+        return found
 
     def test_links_without_a_file_or_heading_are_found(self):
         page = "\n".join([

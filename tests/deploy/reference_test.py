@@ -85,9 +85,9 @@ message RefitdConfig {
         self.assertEqual([reference.default_of(setting) for setting in limits], ["`5000` (5 s)", "stderr"])
 
     def test_what_a_check_accepts_is_read_from_the_check(self):
-        ranges = reference.Ranges('CheckRange("a.slot_bytes", a.slot_bytes(), kLeast, kMost);\nCheckDuration("a.wait_ms", a.wait_ms());',
-                                  "inline constexpr int64_t kLeast = 64 << 10;\n"
-                                  "inline constexpr Duration kMaxLimitDuration = std::chrono::hours(24);\n")
+        ranges = reference.Ranges('Setting{"slot-bytes", "a.slot_bytes", "of a slot", kLeast},\nSetting{"any", "a.none", "anything"},\n'
+                                  'CheckRange("a.wait_ms", a.wait_ms(), 1, kMaxLimitMs);',
+                                  "inline constexpr int64_t kLeast = 64 << 10;\ninline constexpr int64_t kMaxLimitMs = 24 * 3'600'000;\n")
         self.assertEqual([ranges.text("a.slot_bytes"), ranges.text("a.wait_ms"), ranges.text("a.none")],
                          ["64 KiB or more", "1 ms to 24 h", ""])
 

@@ -31,12 +31,10 @@
 #include "daemon/node/member_attach.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/node/peer_server.h"
-#include "daemon/services/engine_service.h"
 #include "daemon/services/hello.h"
-#include "daemon/services/operator_service.h"
 #include "daemon/services/peer_service.h"
+#include "daemon/services/services.h"
 #include "daemon/services/status.h"
-#include "daemon/services/trainer_service.h"
 #include "daemon/sockets/accept_loop.h"
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
@@ -123,8 +121,8 @@ class LocalDaemon {
     authorizer_ =
         std::make_unique<Authorizer>(AuthorizerOptions{.peers = &peers_, .policies = &policies_});
     trainers_ = MakeTrainerService(daemon_.get(), authorizer_.get());
-    engines_ = std::make_unique<EngineService>(daemon_.get(), authorizer_.get());
-    operators_ = std::make_unique<OperatorService>(daemon_.get(), authorizer_.get());
+    engines_ = MakeEngineService(daemon_.get(), authorizer_.get());
+    operators_ = MakeOperatorService(daemon_.get(), authorizer_.get());
     accept_loop_ = *AcceptLoop::Create({socket(), 0600}, &peers_, [this](UniqueFd fd) {
       grpc::AddInsecureChannelFromFd(server_.get(), fd.Release());
     });
@@ -195,8 +193,8 @@ class LocalDaemon {
       *Policy::Make({.rules = {}, .uids = {geteuid()}, .gids = {}, .peers = ""})};
   std::unique_ptr<Authorizer> authorizer_;
   std::unique_ptr<grpc::Service> trainers_;
-  std::unique_ptr<EngineService> engines_;
-  std::unique_ptr<OperatorService> operators_;
+  std::unique_ptr<grpc::Service> engines_;
+  std::unique_ptr<grpc::Service> operators_;
   std::unique_ptr<PeerService> peer_links_;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<AcceptLoop> accept_loop_;
@@ -299,7 +297,8 @@ v1::BeginRequest BeginBy(int64_t version, v1::BroadcastMethod method) {
   return request;
 }
 
-TEST_CASE("a member attaches on a GPU by its UUID, and an unknown one is told which there are") {
+TEST_CASE(
+    "a member attaches on a GPU by its UUID; for an unknown UUID the error lists those there are") {
   LocalDaemon daemon;
   RawTrainer trainer(daemon.Connect(), daemon.TrainerOn(1));
   REQUIRE(trainer.attached().ok());
@@ -1225,7 +1224,7 @@ TEST_CASE("device memory is known again to the daemon that follows") {
   }
 }
 
-TEST_CASE("the daemon's own process serves the GPUs of the driver that it is told to load") {
+TEST_CASE("the daemon's own process serves the GPUs of the driver that its configuration names") {
   Daemon daemon({"--cuda-library=" + FakeCuda::Path()});
   const auto status = daemon.Status();
   REQUIRE(status.transports(1).name() == "cuda");
@@ -1873,7 +1872,7 @@ TEST_CASE("an engine that dies with parts on their way stays mapped until the la
   CHECK(g.two.Difference(1) == "");
 }
 
-TEST_CASE("an abort with parts on their way is told when the last has ended") {
+TEST_CASE("an abort with parts on their way is sent when the last part has ended") {
   DeviceParts g;
   g.Begin(1, v1::VERIFICATION_OFF);
   g.daemon.fake().Hold(1);
@@ -2023,7 +2022,7 @@ TEST_CASE("slots of a rank that was refused when they had come are given back") 
   CHECK(Eventually([&] { return NoPools(daemon.fake()); }));
 }
 
-TEST_CASE("a process that has no driver gets no slots on a GPU, and is told at Attach") {
+TEST_CASE("a process that has no driver gets no slots on a GPU, and Attach says so") {
   LocalDaemon daemon;
   client::EngineOptions options;
   options.connect = ConnectOn(daemon, daemon.uuid(0), 4096);
@@ -2178,7 +2177,7 @@ TEST_CASE("slots on a GPU are mapped again from the daemon that follows") {
   }
 }
 
-TEST_CASE("a lost context fails the running update, and whoever runs the daemon is told") {
+TEST_CASE("a lost context fails the running update, and the loss is reported") {
   LocalDaemon daemon;
   const Model model = PlainModel(2, 8, 8);
   DeviceEngine engine(&daemon, 0, model);
@@ -2201,7 +2200,7 @@ TEST_CASE("a lost context fails the running update, and whoever runs the daemon 
   CHECK(aborted->aborted().dirty());
 }
 
-TEST_CASE("a GPU that hangs is told; its calls are answered when its work has ended") {
+TEST_CASE("a GPU that hangs is reported; its calls are answered when its work has ended") {
   LocalDaemon daemon(true, nullptr, std::chrono::milliseconds(100));
   const Model model = PlainModel(2, 8, 8);
   DeviceEngine engine(&daemon, 0, model);

@@ -448,7 +448,7 @@ TEST_CASE("a changed policy counts at once and ends no lease, and a bad one is n
   CHECK(Eventually([&] { return outcomes() == expected; }));
 }
 
-TEST_CASE("an identity has limits of its own, and is told identity, limit and value") {
+TEST_CASE("an identity has limits of its own, and the error names identity, limit and value") {
   Certified certified;
   Daemon daemon(
       Flags(certified.Issue("refitd/a"),

@@ -380,7 +380,7 @@ TEST_CASE("TLS sessions were resumed for two hours without a look at the certifi
   SSL_CTX_free(context);
 }
 
-TEST_CASE("a client says in the clear only what it was told to") {
+TEST_CASE("a client sends in the clear only what its options allow") {
   Daemon daemon({"--listen-tcp=127.0.0.1:0"});
   client::ConnectOptions connect;
   connect.address = daemon.address();

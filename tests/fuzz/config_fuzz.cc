@@ -87,65 +87,67 @@ class MemoryFile {
 };
 
 bool InRange(int64_t value, int64_t least, int64_t most) { return value >= least && value <= most; }
-bool IsWait(Duration duration) { return duration > Duration(0) && duration <= kMaxLimitDuration; }
+bool IsWait(int64_t ms) { return InRange(ms, 1, kMaxLimitMs); }
 bool HasNul(const std::string& text) { return text.find('\0') != std::string::npos; }
 
 void CheckAccepted(const Config& config) {
-  const ListenConfig& listen = config.listen;
-  REFITD_CHECK(!listen.unix_path.empty() && listen.unix_path[0] == '/');
-  REFITD_CHECK(listen.unix_path.size() <= kMaxUnixPathBytes && !HasNul(listen.unix_path));
-  REFITD_CHECK(listen.unix_mode <= 0777);
-  REFITD_CHECK(listen.tcp.size() <= static_cast<size_t>(kMaxTcpListeners));
-  for (const auto* addresses : {&listen.tcp, &config.peers.listen}) {
+  const Config::Listen& listen = config.listen();
+  const TlsFiles tls = TlsFilesOf(config);
+  REFITD_CHECK(!listen.unix_path().empty() && listen.unix_path()[0] == '/');
+  REFITD_CHECK(listen.unix_path().size() <= kMaxUnixPathBytes && !HasNul(listen.unix_path()));
+  REFITD_CHECK(listen.unix_mode() <= 0777);
+  REFITD_CHECK(listen.tcp_size() <= kMaxTcpListeners);
+  for (const auto* addresses : {&listen.tcp(), &config.peers().listen()}) {
     for (const std::string& address : *addresses) {
-      REFITD_CHECK(!HasNul(address) && (listen.insecure || !config.tls.empty()));
+      REFITD_CHECK(!HasNul(address) && (listen.insecure() || !tls.empty()));
     }
   }
-  const std::string& metrics = config.metrics.listen;
+  const std::string& metrics = config.metrics().listen();
   REFITD_CHECK(!HasNul(metrics));
-  REFITD_CHECK(metrics.empty() || listen.insecure || config.metrics.insecure);
-  const TlsFiles& tls = config.tls;
+  REFITD_CHECK(metrics.empty() || listen.insecure() || config.metrics().insecure() || !tls.empty());
   REFITD_CHECK(tls.empty() || !(tls.certificate.empty() || tls.key.empty() || tls.roots.empty()));
-  REFITD_CHECK(config.peers.identity.empty() || !tls.empty());
-  REFITD_CHECK(!config.daemon_id.empty() && config.daemon_id.size() <= kMaxConfiguredDaemonId);
-  REFITD_CHECK(!HasNul(config.peers.advertise) && !HasNul(config.peers.interface));
-  REFITD_CHECK(!config.peers.interface.empty() && config.peers.interface.size() < 16);
-  REFITD_CHECK(IsWait(config.peers.silence) && IsWait(config.peers.wire));
-  REFITD_CHECK(!config.access.uids.empty());
+  REFITD_CHECK(config.peers().identity().empty() || !tls.empty());
+  REFITD_CHECK(!config.daemon_id().empty() && config.daemon_id().size() <= kMaxConfiguredDaemonId);
+  REFITD_CHECK(!HasNul(config.peers().advertise()) && !HasNul(config.peers().interface()));
+  REFITD_CHECK(!config.peers().interface().empty() && config.peers().interface().size() < 16);
+  REFITD_CHECK(IsWait(config.peers().silence_ms()) && IsWait(config.peers().wire_ms()));
+  REFITD_CHECK(!config.allowed_uids().empty());
   REFITD_CHECK(Policy::Make(PolicySettingsOf(config)).ok());
-  REFITD_CHECK(!HasNul(config.audit.file));
-  REFITD_CHECK(config.audit.file.empty() || config.audit.file[0] == '/');
-  REFITD_CHECK(!HasNul(config.log.file));
+  const std::string& audit = config.audit().file();
+  REFITD_CHECK(!HasNul(audit) && (audit.empty() || audit[0] == '/'));
+  REFITD_CHECK(!HasNul(config.log().file()));
 
-  const LimitsConfig& limits = config.limits;
-  REFITD_CHECK(IsWait(limits.max_duration) && IsWait(limits.default_duration));
-  REFITD_CHECK(limits.default_duration <= limits.max_duration);
-  REFITD_CHECK(IsWait(limits.ready) && IsWait(limits.ack));
-  REFITD_CHECK(IsWait(limits.idle) && IsWait(limits.lease));
-  REFITD_CHECK(InRange(limits.outstanding_buckets, 1, kMaxConfiguredOutstanding));
-  REFITD_CHECK(InRange(limits.compare_every, 1, kMaxConfiguredCompareEvery));
-  REFITD_CHECK(InRange(limits.message_bytes, kMinMessageBytes, kMaxMessageBytes));
-  REFITD_CHECK(InRange(limits.inline_bytes, 1, limits.message_bytes - kMessageOverheadBytes));
-  REFITD_CHECK(InRange(limits.max_groups, 1, kMaxConfiguredGroups));
-  REFITD_CHECK(InRange(limits.max_members, 1, kMaxConfiguredMembers));
-  REFITD_CHECK(InRange(limits.max_region_bytes, 1, kMaxConfiguredRegionBytes));
-  const StagingConfig& staging = config.staging;
-  REFITD_CHECK(InRange(staging.slot_bytes, kMinSlotBytes, kMaxSlotBytes));
-  REFITD_CHECK(staging.slot_bytes % kSlotBytesMultiple == 0);
-  REFITD_CHECK(InRange(staging.slots, kMinConfiguredSlots, kMaxConfiguredSlots));
-  REFITD_CHECK(staging.max_pool_bytes >= staging.slot_bytes * staging.slots);
-  REFITD_CHECK(InRange(config.copy_threads, 0, kMaxConfiguredCopyThreads));
-  REFITD_CHECK(InRange(config.data.streams, 0, kMaxConfiguredStreams));
-  REFITD_CHECK(InRange(config.cuda.copy_blocks, 1, kMaxConfiguredCopyBlocks));
-  REFITD_CHECK(IsWait(config.cuda.device));
-  REFITD_CHECK(config.cuda.engine_bytes >= 0);
-  REFITD_CHECK(!config.cuda.library.empty() && !HasNul(config.cuda.library));
-  REFITD_CHECK(!HasNul(config.cuda.nccl_library));
+  const Config::Limits& limits = config.limits();
+  REFITD_CHECK(IsWait(limits.max_duration_ms()) && IsWait(limits.default_duration_ms()));
+  REFITD_CHECK(limits.default_duration_ms() <= limits.max_duration_ms());
+  REFITD_CHECK(IsWait(limits.ready_ms()) && IsWait(limits.ack_ms()));
+  REFITD_CHECK(IsWait(limits.idle_ms()) && IsWait(limits.lease_ms()));
+  REFITD_CHECK(InRange(limits.outstanding_buckets(), 1, kMaxConfiguredOutstanding));
+  REFITD_CHECK(InRange(limits.compare_every(), 1, kMaxConfiguredCompareEvery));
+  REFITD_CHECK(InRange(limits.message_bytes(), kMinMessageBytes, kMaxMessageBytes));
+  REFITD_CHECK(InRange(limits.inline_bytes(), 1, limits.message_bytes() - kMessageOverheadBytes));
+  REFITD_CHECK(InRange(limits.max_groups(), 1, kMaxConfiguredGroups));
+  REFITD_CHECK(InRange(limits.max_members(), 1, kMaxConfiguredMembers));
+  REFITD_CHECK(InRange(limits.max_region_bytes(), 1, kMaxConfiguredRegionBytes));
+  const Config::Staging& staging = config.staging();
+  REFITD_CHECK(InRange(staging.slot_bytes(), kMinSlotBytes, kMaxSlotBytes));
+  REFITD_CHECK(staging.slot_bytes() % kSlotBytesMultiple == 0);
+  REFITD_CHECK(InRange(staging.slots(), kMinConfiguredSlots, kMaxConfiguredSlots));
+  REFITD_CHECK(staging.max_pool_bytes() >= staging.slot_bytes() * staging.slots());
+  REFITD_CHECK(InRange(config.host().copy_threads(), 0, kMaxConfiguredCopyThreads));
+  REFITD_CHECK(InRange(config.data().port(), 0, 65'535));
+  REFITD_CHECK(InRange(config.data().streams(), 0, kMaxConfiguredStreams));
+  REFITD_CHECK(InRange(config.cuda().copy_blocks(), 1, kMaxConfiguredCopyBlocks));
+  REFITD_CHECK(IsWait(config.cuda().device_ms()));
+  REFITD_CHECK(config.cuda().engine_bytes() >= 0);
+  REFITD_CHECK(!config.cuda().library().empty() && !HasNul(config.cuda().library()));
+  REFITD_CHECK(!HasNul(config.cuda().nccl_library()));
 
-  const MemoryFile printed(FormatConfig(config));
+  const std::string text = FormatConfig(config);
+  const MemoryFile printed(text);
   const auto again = LoadConfig({"--config", printed.path()}, {});
   REFITD_CHECK(again.ok());
-  REFITD_CHECK(again->config == config);
+  REFITD_CHECK(FormatConfig(again->config) == text);
 }
 
 std::string FlagOf(const fuzz::ConfigInput::Variable& variable) {

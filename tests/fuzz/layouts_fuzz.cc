@@ -242,8 +242,6 @@ void CheckRoutes(const Layouts& sources, const Layouts& destinations, const Plan
   }
   RouteOptions route_options;
   route_options.skip_instance = options.skip_destination;
-  route_options.uncovered_allowed = options.uncovered_allowed;
-  route_options.list_unplaced = !options.require_cover;
   route_options.max_routes = std::min(options.max_moves, kMaxRoutes);
   route_options.split_bytes = 16;
   const auto plan = CompileRoutes(trainers, engines, route_options);

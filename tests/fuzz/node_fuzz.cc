@@ -48,7 +48,7 @@
 #include "transport/host/host_transport.h"
 #include "transport/host/memory.h"
 #include "transport/transport.h"
-#include "transport/unprepared_transport.h"
+#include "transport/unprepared_transport_testing.h"
 
 namespace refitd {
 namespace {

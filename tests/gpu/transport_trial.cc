@@ -25,7 +25,7 @@
 #include "transport/base/status.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/cuda_transport.h"
-#include "transport/cuda/random_transfer.h"
+#include "transport/cuda/random_transfer_testing.h"
 #include "transport/host/host_transport.h"
 #include "transport/transport_testing.h"
 

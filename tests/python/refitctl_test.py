@@ -232,9 +232,9 @@ class RefitctlTest(unittest.TestCase):
             self.wait_until_no_trainer_is_left("far", socket=a.socket)
 
             self.assertRegex(ask(a, "status"), r"\ndaemon     a\n")
-            self.assertRegex(ask(a, "status"), r"\n  coordinator: this daemon\n  link: communicator \d+ up, \S+ \S+ sent, 0 B rec")
+            self.assertRegex(ask(a, "status"), r"\n  coordinator: this daemon\n  communicator: \d+ up, \S+ \S+ sent, 0 B rec")
             self.assertRegex(ask(a, "status"), r"\n  b +127\.0\.0\.1:\d+ +joined +1 +\d")
-            self.assertRegex(ask(b, "status"), r"\n  coordinator: %s\n  link: communicator \d+ up, 0 B sent, " % coordinator)
+            self.assertRegex(ask(b, "status"), r"\n  coordinator: %s\n  communicator: \d+ up, 0 B sent, " % coordinator)
 
             table = ask(a, "nodes")
             self.assertRegex(table, r"\AGROUP +NODE +ADDRESS +STATE +MEMBERS +SILENT\nfar +a +- +self +0 +-\nfar +b +127\.")

@@ -37,13 +37,13 @@
 #include <vector>
 
 #include "daemon/execute/executor.h"
-#include "daemon/group/bucket_draft.h"
+#include "daemon/group/bucket_draft_testing.h"
 #include "daemon/group/coordinator.h"
 #include "daemon/group/follower.h"
 #include "daemon/group/wire_lock.h"
 #include "tests/sim/random.h"
 #include "transport/bound_moves.h"
-#include "transport/unprepared_transport.h"
+#include "transport/unprepared_transport_testing.h"
 
 namespace refitd::sim {
 

@@ -3,7 +3,8 @@
 //
 //   plan_models explain|estimate --model NAME --trainer SIZES --engine SIZES [...]   (--help)
 //
-// Exit code 0: every tensor has a place. 1: some has none. 2: wrong options, said in one line.
+// Exit code 0: every tensor has a place. 1: some has none, and the first by name is named. 2: wrong
+// options, said in one line.
 #include <algorithm>
 #include <charconv>
 #include <memory>
@@ -16,6 +17,7 @@
 
 #include "daemon/refitctl/command_line.h"
 #include "daemon/refitctl/format.h"
+#include "tests/workloads/route_explanation.h"
 #include "tests/workloads/sharding/megatron.h"
 #include "tests/workloads/sharding/model.h"
 #include "tests/workloads/sharding/vllm.h"
@@ -181,7 +183,6 @@ absl::StatusOr<RoutePlan> MakePlan(const PlanFlags& flags) {
   REFITD_ASSIGN_OR_RETURN(const Ranks ranks, MakeRanks(flags));
   RouteOptions options;
   options.skip_tensors = flags.pushed;
-  options.list_unplaced = true;
   if (flags.chains) options.relay_lag = kRelayLag;
   return CompileRoutes(ranks.trainers, ranks.engines, options);
 }
@@ -235,52 +236,40 @@ std::string ToJson(const RouteExplanation& e) {
                              {"routes", Number(use.routes)},
                              {"bytes", Number(use.bytes)}});
   }
-  out["unplacedTensors"] = Number(e.unplaced_tensors);
-  out["unplaced"] = Json::array();
-  for (const Unplaced& u : e.unplaced) {
-    out["unplaced"].push_back({{"tensor", u.tensor}, {"reason", u.reason}});
-  }
   return out.dump(1) + "\n";
 }
 
-int UsageError(const absl::Status& status) {
+int Fail(const absl::Status& status) {
   fmt::print(stderr, "plan_models: {}\n", Message(status));
-  return kUsage;
-}
-
-// Fails if the plan leaves out more tensors than the flags let be pushed.
-int Outcome(const RoutePlan& plan, const PlanFlags& flags) {
-  const bool all = plan.unplaced_tensors <= static_cast<int64_t>(flags.pushed.size());
-  return all ? kOk : kFailed;
+  return absl::IsFailedPrecondition(status) ? kFailed : kUsage;
 }
 
 int RunExplain(const PlanFlags& flags) {
   const auto plan = MakePlan(flags);
-  if (!plan.ok()) return UsageError(plan.status());
+  if (!plan.ok()) return Fail(plan.status());
   const RouteExplanation explanation = Explain(*plan);
   fmt::print("{}", flags.json() ? ToJson(explanation) : ToText(explanation, flags.rows));
-  return Outcome(*plan, flags);
+  return kOk;
 }
 
 int RunEstimate(const PlanFlags& flags) {
   const auto rates = ParseRates(flags.link_rates);
-  if (!rates.ok()) return UsageError(rates.status());
+  if (!rates.ok()) return Fail(rates.status());
   const auto plan = MakePlan(flags);
-  if (!plan.ok()) return UsageError(plan.status());
-  const RouteEstimate estimate = plan->Estimate(*rates);
+  if (!plan.ok()) return Fail(plan.status());
+  const RouteEstimate estimate = Estimate(*plan, *rates);
   if (flags.json()) {
     const Json out = {{"seconds", estimate.seconds},
                       {"limit", estimate.limit},
                       {"bytes", Number(plan->bytes)},
-                      {"wireBytes", Number(plan->wire_bytes)},
-                      {"unplacedTensors", Number(plan->unplaced_tensors)}};
+                      {"wireBytes", Number(plan->wire_bytes)}};
     fmt::print("{}\n", out.dump(1));
   } else {
     fmt::print("{}, limited by: {}\n{} supplied, {} of them over the wire\n",
                HumanSeconds(estimate.seconds), estimate.limit, HumanBytes(plan->bytes),
                HumanBytes(plan->wire_bytes));
   }
-  return Outcome(*plan, flags);
+  return kOk;
 }
 
 void AddFlags(CommandApp app, PlanFlags* flags) {
@@ -312,8 +301,8 @@ int Run(int argc, char** argv) {
   CommandApp app = line.app();
   app.RequireCommand();
   PlanFlags flags;
-  CommandApp explain = app.AddCommand(
-      "explain", "Bytes on each link, the lower bound, the worst link, what has no place");
+  CommandApp explain =
+      app.AddCommand("explain", "Bytes on each link, the lower bound, the worst link");
   AddFlags(explain, &flags);
   explain.Add("--rows", &flags.rows, "Of each kind of link, at most (default 32)");
   CommandApp estimate = app.AddCommand("estimate", "Seconds at given rates of the links");

@@ -1,7 +1,6 @@
 #include "transport/base/failure.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "absl/strings/cord.h"
 #include "transport/base/errors.h"

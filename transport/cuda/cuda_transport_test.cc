@@ -20,7 +20,7 @@
 #include "transport/cuda/fakes/fake_cuda.h"
 #include "transport/cuda/fakes/fake_nccl.h"
 #include "transport/cuda/nccl/nccl.h"
-#include "transport/cuda/random_transfer.h"
+#include "transport/cuda/random_transfer_testing.h"
 #include "transport/host/host_transport.h"
 #include "transport/transport_testing.h"
 #endif

@@ -34,7 +34,7 @@ struct DescriptorRequest {
   uint8_t token[16] = {};
   int64_t bytes = 0;
   // kReleaseRegion: the region. kRegisterRegion of kDevice: the memory's address in the process
-  // that registers it, so that the daemon recognises memory that comes twice; 0: not told.
+  // that registers it, so that the daemon recognises memory that comes twice; 0: unknown.
   uint64_t region_id = 0;
   uint8_t reserved[16] = {};  // zero
 };

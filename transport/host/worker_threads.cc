@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <string>
 #include <utility>
 
 #include "transport/base/status.h"

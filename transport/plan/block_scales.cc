@@ -79,31 +79,6 @@ bool IsFloat8(DType dtype) { return dtype == DType::kFloat8E4M3FN || dtype == DT
 
 }  // namespace
 
-absl::Status CheckBlockScales(const Layout& layout, int64_t scale_block) {
-  if (scale_block < 1) {
-    return Error(absl::StatusCode::kInvalidArgument, "scale_block is {}", scale_block);
-  }
-  const Scales scales = ScalesOf(layout);
-  if (scales.empty()) return absl::OkStatus();
-  const std::vector<Reach> reach = ReachOfTensors(layout);
-  for (const Piece& piece : layout.pieces) {
-    const TensorSpec& weight = layout.tensors[piece.tensor];
-    const auto found = scales.find(weight.name);
-    if (found == scales.end()) continue;
-    const TensorSpec& scale = layout.tensors[found->second];
-    const Dims blocks = BlocksOf(weight.shape, scale_block);
-    if (scale.shape != blocks) {
-      return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
-                               "tensor {}: {} is {}, not one scale for each block of {}: {}",
-                               weight.name, scale.name, ToString(scale.dtype, scale.shape),
-                               scale_block, ToString(scale.dtype, blocks)),
-                         weight.name);
-    }
-    REFITD_RETURN_IF_ERROR(CheckPiece(piece.box, weight, scale, reach[found->second], scale_block));
-  }
-  return absl::OkStatus();
-}
-
 std::optional<int64_t> ScaleBlockOf(const TensorSpec& weight, const TensorSpec& scale) {
   if (weight.shape.empty() || weight.shape.size() != scale.shape.size()) return std::nullopt;
   if (scale.shape == BlocksOf(weight.shape, kScaleBlock)) return kScaleBlock;

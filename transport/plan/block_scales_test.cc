@@ -17,41 +17,28 @@ Layout BlockLayout(const Dims& shape, const Box& box, const Box& scale_box) {
 }
 
 TEST_CASE("Shards on block boundaries pass, also where the last block is short") {
-  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{128, 0}, {128, 200}}, {{1, 0}, {1, 2}})).ok());
-  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{256, 0}, {44, 200}}, {{2, 0}, {1, 2}})).ok());
-  CHECK(CheckBlockScales(BlockLayout({300, 200}, {{0, 128}, {300, 72}}, {{0, 1}, {3, 1}})).ok());
-  CHECK(CheckBlockScales({}).ok());
+  CHECK(CheckFloat8Scales(BlockLayout({300, 200}, {{128, 0}, {128, 200}}, {{1, 0}, {1, 2}})).ok());
+  CHECK(CheckFloat8Scales(BlockLayout({300, 200}, {{256, 0}, {44, 200}}, {{2, 0}, {1, 2}})).ok());
+  CHECK(CheckFloat8Scales(BlockLayout({300, 200}, {{0, 128}, {300, 72}}, {{0, 1}, {3, 1}})).ok());
+  CHECK(CheckFloat8Scales({}).ok());
 }
 
 TEST_CASE("A shard that cuts a block whose scales are sharded is named") {
   const auto rows =
-      CheckBlockScales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}}));
+      CheckFloat8Scales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}}));
   CHECK(rows.code() == absl::StatusCode::kFailedPrecondition);
   CHECK(rows.message() ==
         "tensor w: the shard [192, 384) of dimension 0 cuts a block of 128 whose scales in "
         "w_scale_inv are sharded along it");
   const auto columns =
-      CheckBlockScales(BlockLayout({256, 1408}, {{0, 0}, {256, 704}}, {{0, 0}, {2, 6}}));
+      CheckFloat8Scales(BlockLayout({256, 1408}, {{0, 0}, {256, 704}}, {{0, 0}, {2, 6}}));
   CHECK(columns.message().find("[0, 704) of dimension 1") != std::string::npos);
 }
 
 TEST_CASE("A cut block whose scales are all there passes") {
-  CHECK(CheckBlockScales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{0, 0}, {6, 2}})).ok());
+  CHECK(CheckFloat8Scales(BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{0, 0}, {6, 2}})).ok());
   // The weight is one block, which a rank may halve if it holds the block's scale.
-  CHECK(CheckBlockScales(BlockLayout({128, 128}, {{64, 0}, {64, 128}}, {{0, 0}, {1, 1}})).ok());
-}
-
-TEST_CASE("Scales of another shape than the blocks' are named") {
-  Layout layout = BlockLayout({256, 256}, WholeBox({256, 256}), WholeBox({2, 2}));
-  CHECK(CheckBlockScales(layout).ok());
-  const auto status = CheckBlockScales(layout, 64);
-  CHECK(status.code() == absl::StatusCode::kFailedPrecondition);
-  CHECK(
-      status.message().find("float32 [2, 2], not one scale for each block of 64: float32 [4, 4]") !=
-      std::string::npos);
-  CHECK(CheckBlockScales(layout, 0).code() == absl::StatusCode::kInvalidArgument);
-  layout.tensors.Edit()[1].name = "another";
-  CHECK(CheckBlockScales(layout, 64).ok());
+  CHECK(CheckFloat8Scales(BlockLayout({128, 128}, {{64, 0}, {64, 128}}, {{0, 0}, {1, 1}})).ok());
 }
 
 TEST_CASE("The size of blocks is found from the shapes") {
@@ -75,9 +62,9 @@ TEST_CASE("The size of blocks is found from the shapes") {
   CHECK(!block({256, 256}, {0, 4}).has_value());
 }
 
-TEST_CASE("Where blocks are not told, float8 weights with square blocks are checked") {
+TEST_CASE("Float8 weights with scales of square blocks are checked, and no others") {
   Layout layout = BlockLayout({768, 256}, {{192, 0}, {192, 256}}, {{1, 0}, {2, 2}});
-  CHECK(CheckFloat8Scales(layout).message() == CheckBlockScales(layout).message());
+  CHECK(CheckFloat8Scales(layout).code() == absl::StatusCode::kFailedPrecondition);
   layout.tensors.Edit()[0].dtype = DType::kFloat8E5M2;
   CHECK(CheckFloat8Scales(layout).code() == absl::StatusCode::kFailedPrecondition);
   layout.tensors.Edit()[0].dtype = DType::kBFloat16;

@@ -112,7 +112,7 @@ struct Piece {
   RegionId region;
   int64_t byte_offset =
       0;  // of the box's first element, from the region's start; a multiple of the element size
-  Dims strides;  // elements, one a dimension, each >= 0; always filled in
+  Dims strides;  // in elements, one for each dimension, each >= 0; always filled in
                  // (RowMajorStrides(box.extent) where dense)
   bool operator==(const Piece&) const = default;
 };
@@ -257,7 +257,7 @@ struct TensorRange {
 // A packed bucket: its ranges, and where each range lies.
 struct PackedBucket {
   std::vector<TensorRange> ranges;
-  std::vector<int64_t> byte_offsets;  // one a range, multiples of kPackAlignment
+  std::vector<int64_t> byte_offsets;  // one for each range, multiples of kPackAlignment
   int64_t bytes = 0;                  // end of the last range
 };
 

@@ -132,7 +132,7 @@ struct RoundLeg {
   uint32_t peer = 0;
   int64_t bytes_out = 0;
   int64_t bytes_in = 0;
-  std::vector<ChunkBox> sent;      // one a move of `pack`
+  std::vector<ChunkBox> sent;      // one for each move of `pack`
   std::vector<ChunkMove> pack;     // moves before the exchange; disjoint in the chunk
   std::vector<Forward> forwards;   // more moves before the exchange, disjoint from those of `pack`
   std::vector<ChunkBox> received;  // ascending; `unpack` reads them

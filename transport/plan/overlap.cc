@@ -90,8 +90,8 @@ std::string Name(const Object& object) {
   return "one memory";
 }
 
-absl::Status Overlap(const Object& object, const Placed& a, std::string_view label_a,
-                     const Placed& b, std::string_view label_b) {
+absl::Status OverlapError(const Object& object, const Placed& a, std::string_view label_a,
+                          const Placed& b, std::string_view label_b) {
   return Precondition(
       "tensor {} of {} and tensor {} of {} overlap in memory ({}: bytes {} to {}, and {} to {}) "
       "and "
@@ -169,7 +169,7 @@ absl::Status CheckOverlap(const std::vector<PlacedLayout>& members) {
         const bool one_region = a.member == b.member && a.piece->region == b.piece->region;
         if (one_region) continue;
         if (++steps > kMaxOverlapSteps || !Harmless(a, b, &steps)) {
-          return Overlap(object, a, members[a.member].label, b, members[b.member].label);
+          return OverlapError(object, a, members[a.member].label, b, members[b.member].label);
         }
       }
     }
@@ -243,7 +243,7 @@ absl::Status DestinationPlaces::Check(const TensorSpec& tensor, const Box& box,
       }
       placed->destination = true;
       if (++steps > kMaxOverlapSteps || !Harmless(*source, *placed, &steps)) {
-        return Overlap(found->first, *source, label, *placed, destination.label);
+        return OverlapError(found->first, *source, label, *placed, destination.label);
       }
     }
   }

@@ -38,12 +38,12 @@ struct Wanted {
   int64_t covered = 0;  // elements that have a move
 };
 
-// One tensor of the sources, with all its pieces.
-struct Group {
+// One tensor that sources bring, with the pieces of all of them.
+struct SourceTensor {
   const TensorSpec* spec = nullptr;
   uint32_t first_source = 0;
-  const DestinationIndex::Tensor* target = nullptr;
-  uint32_t held_begin = 0;  // into the planner's held_
+  const DestinationIndex::Tensor* target = nullptr;  // null: no destination wants it
+  uint32_t held_begin = 0;                           // into the planner's held_
   uint32_t held_end = 0;
 };
 
@@ -63,13 +63,13 @@ class Planner {
   }
 
   absl::StatusOr<MovePlan> Run() {
-    REFITD_RETURN_IF_ERROR(MakeGroups());
+    REFITD_RETURN_IF_ERROR(CollectSourceTensors());
     // Reserve enough for a bucket, because growing the vector would cost more than planning.
     plan_.moves.reserve(
         std::min<size_t>(held_.size() * index_.destinations().size(), kReservedMoves));
-    for (const Group& group : groups_) {
-      if (group.target == nullptr) continue;
-      REFITD_RETURN_IF_ERROR(PlanTensor(group));
+    for (const SourceTensor& tensor : tensors_) {
+      if (tensor.target == nullptr) continue;
+      REFITD_RETURN_IF_ERROR(PlanTensor(tensor));
     }
     if (options_.require_cover) REFITD_RETURN_IF_ERROR(CheckAllHeld());
     SortMoves();
@@ -77,35 +77,36 @@ class Planner {
   }
 
  private:
-  // ---- which source pieces belong together ----
+  // ---- the sources' pieces, by tensor ----
 
-  absl::Status MakeGroups() {
-    std::vector<std::vector<uint32_t>> group_of(sources_.size());
+  absl::Status CollectSourceTensors() {
+    std::vector<std::vector<uint32_t>> number_of(sources_.size());
     absl::flat_hash_map<std::string_view, uint32_t> by_name;
     const bool one_source = sources_.size() == 1;  // its names are unique, so no table is needed
     for (uint32_t s = 0; s < sources_.size(); ++s) {
-      group_of[s].reserve(sources_[s].tensors.size());
+      number_of[s].reserve(sources_[s].tensors.size());
       for (const TensorSpec& spec : sources_[s].tensors) {
-        auto group = static_cast<uint32_t>(groups_.size());
-        if (!one_source) group = by_name.try_emplace(spec.name, group).first->second;
-        group_of[s].push_back(group);
-        REFITD_RETURN_IF_ERROR(JoinGroup(spec, s, group));
+        auto number = static_cast<uint32_t>(tensors_.size());
+        if (!one_source) number = by_name.try_emplace(spec.name, number).first->second;
+        number_of[s].push_back(number);
+        REFITD_RETURN_IF_ERROR(AddSourceTensor(spec, s, number));
       }
     }
-    CollectHeld(group_of);
+    CollectHeld(number_of);
     return absl::OkStatus();
   }
 
-  absl::Status JoinGroup(const TensorSpec& spec, uint32_t source, uint32_t index) {
-    if (index < groups_.size()) {
-      const Group& group = groups_[index];
-      if (group.spec->dtype == spec.dtype && group.spec->shape == spec.shape) {
+  absl::Status AddSourceTensor(const TensorSpec& spec, uint32_t source, uint32_t index) {
+    if (index < tensors_.size()) {
+      const SourceTensor& tensor = tensors_[index];
+      if (tensor.spec->dtype == spec.dtype && tensor.spec->shape == spec.shape) {
         return absl::OkStatus();
       }
-      return AboutTensor(Precondition("tensor {}: {} in source {}, {} in source {}", spec.name,
-                                      ToString(group.spec->dtype, group.spec->shape),
-                                      group.first_source, ToString(spec.dtype, spec.shape), source),
-                         spec.name);
+      return AboutTensor(
+          Precondition("tensor {}: {} in source {}, {} in source {}", spec.name,
+                       ToString(tensor.spec->dtype, tensor.spec->shape), tensor.first_source,
+                       ToString(spec.dtype, spec.shape), source),
+          spec.name);
     }
     const DestinationIndex::Tensor* target = index_.Find(spec.name);
     if (target != nullptr && (target->dtype != spec.dtype || target->shape != spec.shape)) {
@@ -115,57 +116,58 @@ class Planner {
                                       index_.labels()[target->first_destination]),
                          spec.name);
     }
-    groups_.push_back({&spec, source, target, 0, 0});
+    tensors_.push_back({&spec, source, target, 0, 0});
     return absl::OkStatus();
   }
 
-  // Fills held_, sorted by group, then by source and piece.
-  void CollectHeld(const std::vector<std::vector<uint32_t>>& group_of) {
+  // Fills held_, sorted by tensor, then by source and piece.
+  void CollectHeld(const std::vector<std::vector<uint32_t>>& number_of) {
     const auto for_each = [&](const auto& visit) {
       for (uint32_t s = 0; s < sources_.size(); ++s) {
         const absl::Span<const Piece> pieces = sources_[s].pieces;
         for (uint32_t p = 0; p < pieces.size(); ++p) {
-          Group& group = groups_[group_of[s][pieces[p].tensor]];
-          if (group.target != nullptr && !IsEmpty(pieces[p].box)) visit(group, s, p);
+          SourceTensor& tensor = tensors_[number_of[s][pieces[p].tensor]];
+          if (tensor.target != nullptr && !IsEmpty(pieces[p].box)) visit(tensor, s, p);
         }
       }
     };
-    // held_end first counts a group's pieces, then is the end of the pieces that were filled in.
-    for_each([](Group& group, uint32_t, uint32_t) { ++group.held_end; });
+    // held_end first counts a tensor's pieces, then is the end of the pieces that were filled in.
+    for_each([](SourceTensor& tensor, uint32_t, uint32_t) { ++tensor.held_end; });
     uint32_t total = 0;
-    for (Group& group : groups_) {
-      group.held_begin = total;
-      total += std::exchange(group.held_end, total);
+    for (SourceTensor& tensor : tensors_) {
+      tensor.held_begin = total;
+      total += std::exchange(tensor.held_end, total);
     }
     held_.resize(total);
-    for_each([this](Group& group, uint32_t s, uint32_t p) {
-      held_[group.held_end++] = {s, p, &sources_[s].pieces[p].box};
+    for_each([this](SourceTensor& tensor, uint32_t s, uint32_t p) {
+      held_[tensor.held_end++] = {s, p, &sources_[s].pieces[p].box};
     });
   }
 
   // ---- one tensor ----
 
-  absl::Status PlanTensor(const Group& group) {
-    element_bytes_ = ElementBytes(group.spec->dtype);
-    CollectWanted(*group.target);
+  absl::Status PlanTensor(const SourceTensor& tensor) {
+    element_bytes_ = ElementBytes(tensor.spec->dtype);
+    CollectWanted(*tensor.target);
     const BoxIndex wanted(wanted_boxes_);
     const auto first_move = plan_.moves.size();
-    auto held = absl::MakeSpan(held_).subspan(group.held_begin, group.held_end - group.held_begin);
+    auto held =
+        absl::MakeSpan(held_).subspan(tensor.held_begin, tensor.held_end - tensor.held_begin);
     if (AllDisjoint(held)) {
       for (const SourcePiece& piece : held) EmitSole(piece, *piece.box, wanted);
     } else {
       ShareOut(held, wanted);
     }
     if (options_.require_cover && !Exhausted()) {
-      REFITD_RETURN_IF_ERROR(CheckCovered(group, first_move));
+      REFITD_RETURN_IF_ERROR(CheckCovered(tensor, first_move));
     }
     if (!Exhausted()) return absl::OkStatus();
     return AboutTensor(
         Error(absl::StatusCode::kResourceExhausted,
               "tensor {}: boxes so far need over {} moves or {} steps of planning: use fewer and "
               "more regular pieces",
-              group.spec->name, options_.max_moves, kMaxPlanSteps),
-        group.spec->name);
+              tensor.spec->name, options_.max_moves, kMaxPlanSteps),
+        tensor.spec->name);
   }
 
   void CollectWanted(const DestinationIndex::Tensor& target) {
@@ -403,9 +405,9 @@ class Planner {
   bool Allowed(const std::string& name) const { return uncovered_allowed_.contains(name); }
 
   // The sources' shares are disjoint, so it is enough to count elements.
-  absl::Status CheckCovered(const Group& group, size_t first_move) {
+  absl::Status CheckCovered(const SourceTensor& tensor, size_t first_move) {
     for (const Wanted& wanted : wanted_) {
-      if (wanted.covered == ElementCount(*wanted.box) || Allowed(group.spec->name)) continue;
+      if (wanted.covered == ElementCount(*wanted.box) || Allowed(tensor.spec->name)) continue;
       std::vector<Box> missing = {*wanted.box};
       for (size_t m = first_move; m < plan_.moves.size(); ++m) {
         const CopyMove& move = plan_.moves[m];
@@ -414,7 +416,7 @@ class Planner {
         missing = Outside(missing, move.box);
       }
       if (Exhausted()) return absl::OkStatus();  // the caller reports it
-      return NotCovered(group.spec->name, wanted.destination,
+      return NotCovered(tensor.spec->name, wanted.destination,
                         *std::min_element(missing.begin(), missing.end(), BoxLess));
     }
     return absl::OkStatus();
@@ -423,7 +425,7 @@ class Planner {
   // Checks for tensors that no source has at all.
   absl::Status CheckAllHeld() const {
     absl::flat_hash_set<const DestinationIndex::Tensor*> known;
-    for (const Group& group : groups_) known.insert(group.target);
+    for (const SourceTensor& tensor : tensors_) known.insert(tensor.target);
     for (uint32_t i = 0; i < index_.destinations().size(); ++i) {
       const Layout* layout = index_.destinations()[i].get();
       if (layout == nullptr || Skipped(i)) continue;
@@ -453,7 +455,7 @@ class Planner {
   const absl::Span<const PlanSource> sources_;
   const DestinationIndex& index_;
   const PlanOptions& options_;
-  std::vector<Group> groups_;
+  std::vector<SourceTensor> tensors_;
   std::vector<SourcePiece> held_;
   std::vector<int64_t> load_;  // bytes read from each source
   MovePlan plan_;

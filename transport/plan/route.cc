@@ -211,8 +211,6 @@ class Router {
     CollectEntries(&sources_);
     CollectEntries(&destinations_);
     CollectClasses();
-    unplaced_before_ = plan_.unplaced.size();
-    unplaced_tensors_before_ = plan_.unplaced_tensors;
     REFITD_RETURN_IF_ERROR(Supply());
     if (WantsChains()) REFITD_RETURN_IF_ERROR(SupplyByChains());
     Pack();
@@ -346,8 +344,8 @@ class Router {
     }
   }
 
-  // Finds tensors that have no part in the plan, and tensors that make a plan impossible; the first
-  // of these by name is the error.
+  // Finds the tensors that have no part in the plan, and the first by name that makes a plan
+  // impossible.
   absl::Status CheckDeclared() {
     left_out_.assign(plan_.tensors.size(), false);
     std::vector<std::string> reasons(plan_.tensors.size());
@@ -355,27 +353,19 @@ class Router {
     const Instances instances = CollectInstances();
     const Names pushed = Set(options_.skip_tensors);
     const Names engine_only = Set(options_.engine_only);
-    uncovered_allowed_ = Set(options_.uncovered_allowed);
     for (uint32_t t = 0; t < plan_.tensors.size(); ++t) {
       const std::string& name = plan_.tensors[t].name;
       if (pushed.contains(name) || engine_only.contains(name)) {
         left_out_[t] = true;
-        AddUnplaced(t, engine_only.contains(name) ? "is the engines' own" : "is pushed");
         continue;
       }
       if (!reasons[t].empty()) {
-        left_out_[t] = true;
-        if (!options_.list_unplaced)
-          return AboutTensor(Precondition("tensor {}: {}", name, reasons[t]), name);
-        AddUnplaced(t, std::move(reasons[t]));
-        continue;
+        return AboutTensor(Precondition("tensor {}: {}", name, reasons[t]), name);
       }
-      std::string lacking = Lacking(t, instances);
-      if (lacking.empty()) continue;
-      const bool allowed = MatchesAny(options_.unwanted_allowed, name);
-      if (!allowed && !options_.list_unplaced)
+      if (MatchesAny(options_.unwanted_allowed, name)) continue;
+      if (const std::string lacking = Lacking(t, instances); !lacking.empty()) {
         return AboutTensor(Precondition("tensor {}: {}", name, lacking), name);
-      AddUnplaced(t, lacking + (allowed ? " (allowed)" : ""));
+      }
     }
     return absl::OkStatus();
   }
@@ -451,12 +441,6 @@ class Router {
     return {};
   }
 
-  void AddUnplaced(uint32_t tensor, std::string reason) {
-    ++plan_.unplaced_tensors;
-    if (plan_.unplaced.size() >= kMaxUnplacedListed) return;
-    plan_.unplaced.push_back({plan_.tensors[tensor].name, std::move(reason)});
-  }
-
   void CollectEntries(Side* side) const {
     const auto for_each = [&](const auto& visit) {
       for (uint32_t l = 0; l < side->layouts.size(); ++l) {
@@ -500,11 +484,7 @@ class Router {
   absl::Status PlanTensor(uint32_t t) {
     if (destinations_.Of(t).empty()) return absl::OkStatus();
     element_bytes_ = ElementBytes(plan_.tensors[t].dtype);
-    if (absl::Status status = CheckDisjoint(t); !status.ok()) {
-      if (!options_.list_unplaced || Exhausted()) return status;
-      AddUnplaced(t, Message(status));
-      return absl::OkStatus();
-    }
+    REFITD_RETURN_IF_ERROR(CheckDisjoint(t));
     CollectWanted(t);
     CollectCells(t);
     CountStores(t);
@@ -697,16 +677,10 @@ class Router {
   }
 
   absl::Status NotCovered(uint32_t t) {
-    const TensorSpec& spec = plan_.tensors[t];
-    const bool allowed = uncovered_allowed_.contains(spec.name);
-    if (allowed && !sources_.Of(t).empty()) return absl::OkStatus();
+    const std::string& name = plan_.tensors[t].name;
     const std::string missing = FirstMissing(t);
     if (Exhausted()) return TooMuch(t);
-    if (!allowed && !options_.list_unplaced) {
-      return AboutTensor(Precondition("tensor {}: {}", spec.name, missing), spec.name);
-    }
-    AddUnplaced(t, missing + (allowed ? " (allowed)" : ""));
-    return absl::OkStatus();
+    return AboutTensor(Precondition("tensor {}: {}", name, missing), name);
   }
 
   // Names the first missing element of the first destination that lacks one.
@@ -1029,8 +1003,6 @@ class Router {
       choices_.clear();
       supplied_ = read_ = stored_ = 0;
       stores_per_member_.assign(stores_per_member_.size(), 0);
-      plan_.unplaced.resize(unplaced_before_);
-      plan_.unplaced_tensors = unplaced_tensors_before_;
       work_ = PlanWork(options_.cancelled);
       absl::Status status = Supply();
       if (status.ok() && chained) status = MakeChains();
@@ -1251,8 +1223,6 @@ class Router {
     };
     plan_.longest_stream = most(links.stream);
     plan_.bound = {most(rank_alone_), most(node_alone_), most(node_receives_)};
-    std::sort(plan_.unplaced.begin(), plan_.unplaced.end(),
-              [](const Unplaced& a, const Unplaced& b) { return a.tensor < b.tensor; });
   }
 
   const std::vector<RouteMember>& source_members_;
@@ -1262,21 +1232,17 @@ class Router {
   Side sources_;
   Side destinations_;
   std::vector<bool> left_out_;  // per tensor
-  Names uncovered_allowed_;
-  // The number of tensors without a place when the first tensor was planned.
-  size_t unplaced_before_ = 0;
-  int64_t unplaced_tensors_before_ = 0;
-  bool shared_ = false;  // several nodes want something that other nodes hold
+  bool shared_ = false;         // several nodes want something that other nodes hold
   bool chained_ = false;
   std::vector<Ids> class_layouts_;          // per class of nodes: destination layouts, ascending
   Ids class_nodes_;                         // per class: node set
   std::vector<int64_t> stores_per_member_;  // per destination layout
 
   IdLists node_sets_;
-  IdLists unions_;  // lists of numbers of node sets
-  Ids union_of_;    // by unions_' number: the set of all their nodes
+  IdLists unions_;  // each: several node sets, by their numbers in node_sets_
+  Ids union_of_;    // by number of unions_: the node set of all their nodes
   IdLists holder_layouts_;
-  Ids holders_of_layouts_;  // by holder_layouts_' number
+  Ids holders_of_layouts_;  // by number of holder_layouts_
   IdLists holder_ranks_;
   std::vector<Holders> holders_;  // by holder_ranks_' number
   absl::flat_hash_map<uint64_t, Choice> choices_;
@@ -1447,76 +1413,6 @@ class PlanChecker {
   const RoutePlan& plan_;
 };
 
-std::string InUnits(double bytes) {
-  constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  size_t unit = 0;
-  while (bytes >= 1024 && unit + 1 < std::size(kUnits)) {
-    bytes /= 1024;
-    ++unit;
-  }
-  return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 2, kUnits[unit]);
-}
-
-std::string InUnits(int64_t bytes) { return InUnits(static_cast<double>(bytes)); }
-
-// The indices with bytes greater than 0, the greatest first.
-std::vector<size_t> MostFirst(const std::vector<int64_t>& bytes) {
-  std::vector<size_t> order;
-  for (size_t i = 0; i < bytes.size(); ++i) {
-    if (bytes[i] > 0) order.push_back(i);
-  }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return bytes[a] > bytes[b]; });
-  return order;
-}
-
-template <typename Label>
-void AddRows(std::string_view title, const std::vector<int64_t>& bytes, size_t rows,
-             const Label& label, std::string* text) {
-  const std::vector<size_t> order = MostFirst(bytes);
-  if (order.empty()) return;
-  auto out = std::back_inserter(*text);
-  fmt::format_to(out, "{}:\n", title);
-  for (size_t i = 0; i < std::min(rows, order.size()); ++i) {
-    fmt::format_to(out, "  {:<40} {:>12}\n", label(order[i]), InUnits(bytes[order[i]]));
-  }
-  if (order.size() > rows) {
-    fmt::format_to(out, "  and {} more, the least {}\n", order.size() - rows,
-                   InUnits(bytes[order.back()]));
-  }
-}
-
-// The nodes of a long chain are not all named.
-std::string ChainText(const ChainUse& use) {
-  constexpr size_t kNamed = 8;
-  std::string text = fmt::format("{}", use.source_node);
-  for (size_t i = 0; i < use.nodes.size(); ++i) {
-    if (i == kNamed - 1 && use.nodes.size() > kNamed) {
-      return fmt::format("{} > ... {} more ... > {}", text, use.nodes.size() - kNamed,
-                         use.nodes.back());
-    }
-    fmt::format_to(std::back_inserter(text), " > {}", use.nodes[i]);
-  }
-  return text;
-}
-
-void AddChains(const RouteExplanation& e, size_t rows, std::string* text) {
-  if (e.chains.empty()) return;
-  auto out = std::back_inserter(*text);
-  fmt::format_to(out,
-                 "{} chains of at most {} nodes; with slots of {}: {} rounds, {} of them until the "
-                 "usual chains of {} nodes are full:\n",
-                 e.chains.size(), e.relay.longest, InUnits(RoutePlan::kRelaySlotBytes),
-                 e.rounds.rounds, e.rounds.filling, e.relay.usual);
-  for (size_t i = 0; i < std::min(rows, e.chains.size()); ++i) {
-    fmt::format_to(out, "  {:<40} {:>12}\n", ChainText(e.chains[i]), InUnits(e.chains[i].bytes));
-  }
-  if (e.chains.size() > rows) {
-    fmt::format_to(out, "  and {} more, the least {}\n", e.chains.size() - rows,
-                   InUnits(e.chains.back().bytes));
-  }
-}
-
 }  // namespace
 
 int64_t RouteBound::bytes() const { return std::max({rank_alone, node_alone, node_receives}); }
@@ -1572,134 +1468,6 @@ uint64_t RoutePlan::Digest() const {
     chain.Add(static_cast<uint64_t>(relay.node_bytes));
   }
   return chain.hash();
-}
-
-RoutePlan::Worst RoutePlan::WorstLink() const {
-  Worst worst;
-  const auto see = [&worst](const std::vector<int64_t>& bytes, const auto& name) {
-    for (size_t i = 0; i < bytes.size(); ++i) {
-      if (bytes[i] > worst.bytes) worst = {bytes[i], name(i)};
-    }
-  };
-  see(links.node_sends, [](size_t n) { return fmt::format("node {} sends", n); });
-  see(links.node_receives, [](size_t n) { return fmt::format("node {} receives", n); });
-  see(links.rank_supplies,
-      [this](size_t r) { return fmt::format("{} supplies", source_labels[r]); });
-  return worst;
-}
-
-RouteEstimate RoutePlan::Estimate(const RouteRates& rates, int64_t slot_bytes) const {
-  RouteEstimate estimate;
-  // While chains fill, the bytes of other rounds wait.
-  double filling = 1;
-  if (relay.lag > 0) {
-    const RelayRounds made =
-        RoundsOf(relay, std::max(slot_bytes, MinRelayRoundBytes(relay.node_streams)));
-    filling = static_cast<double>(made.rounds) / static_cast<double>(made.rounds - made.filling);
-  }
-  const auto see = [&](const std::vector<int64_t>& bytes, double rate, double times,
-                       const auto& name) {
-    if (rate <= 0) return;
-    for (size_t i = 0; i < bytes.size(); ++i) {
-      const double seconds = times * static_cast<double>(bytes[i]) / rate;
-      if (seconds > estimate.seconds) estimate = {seconds, name(i)};
-    }
-  };
-  see(links.node_sends, rates.node_out, filling,
-      [](size_t n) { return fmt::format("node {} sends", n); });
-  see(links.node_receives, rates.node_in, filling,
-      [](size_t n) { return fmt::format("node {} receives", n); });
-  see(links.rank_supplies, rates.rank_out, filling,
-      [this](size_t r) { return fmt::format("{} supplies", source_labels[r]); });
-  see(links.node_stores, rates.local_copy, filling,
-      [](size_t n) { return fmt::format("node {} stores", n); });
-  return estimate;
-}
-
-std::vector<ChainUse> ChainsOf(const RoutePlan& plan) {
-  std::map<std::pair<uint32_t, std::vector<uint32_t>>, ChainUse> uses;
-  for (const Route& route : plan.routes) {
-    std::vector<uint32_t> remote = plan.RemoteNodesOf(route);
-    if (!plan.IsChain(remote)) continue;
-    const uint32_t from = plan.source_nodes[route.source];
-    ChainUse& use = uses[{from, std::move(remote)}];
-    ++use.routes;
-    use.bytes += ElementCount(plan.BoxOf(route)) * ElementBytes(plan.tensors[route.tensor].dtype);
-  }
-  std::vector<ChainUse> list;
-  for (auto& [key, use] : uses) {
-    use.source_node = key.first;
-    use.nodes = key.second;
-    list.push_back(std::move(use));
-  }
-  std::stable_sort(list.begin(), list.end(),
-                   [](const ChainUse& a, const ChainUse& b) { return a.bytes > b.bytes; });
-  return list;
-}
-
-RouteExplanation Explain(const RoutePlan& plan) {
-  RouteExplanation e;
-  e.tensors = static_cast<int64_t>(plan.tensors.size());
-  e.routes = static_cast<int64_t>(plan.routes.size());
-  e.bytes = plan.bytes;
-  e.wire_bytes = plan.wire_bytes;
-  e.bound = plan.bound;
-  e.worst = plan.WorstLink();
-  if (e.worst.bytes == 0) e.ratio = 1;
-  if (e.bound.bytes() > 0) {
-    e.ratio = static_cast<double>(e.worst.bytes) / static_cast<double>(e.bound.bytes());
-  }
-  e.links = plan.links;
-  e.relay = plan.relay;
-  if (plan.relay.lag > 0) e.rounds = RoundsOf(plan.relay, RoutePlan::kRelaySlotBytes);
-  e.chains = ChainsOf(plan);
-  e.source_labels = plan.source_labels;
-  e.source_nodes = plan.source_nodes;
-  e.unplaced = plan.unplaced;
-  e.unplaced_tensors = plan.unplaced_tensors;
-  return e;
-}
-
-std::string ToText(const RouteExplanation& e, size_t rows) {
-  std::string text;
-  auto out = std::back_inserter(text);
-  fmt::format_to(out, "{} tensors, {} routes, {} supplied, {} of them over the wire\n", e.tensors,
-                 e.routes, InUnits(e.bytes), InUnits(e.wire_bytes));
-  fmt::format_to(out,
-                 "lower bound {}: a rank alone supplies {}, a node alone sends {}, a node "
-                 "receives {}\n",
-                 InUnits(e.bound.bytes()), InUnits(e.bound.rank_alone), InUnits(e.bound.node_alone),
-                 InUnits(e.bound.node_receives));
-  if (e.worst.bytes > 0) {
-    fmt::format_to(out, "worst link: {} {}", e.worst.link, InUnits(e.worst.bytes));
-    if (e.bound.bytes() > 0) fmt::format_to(out, ", {:.3f} of the lower bound", e.ratio);
-    fmt::format_to(out, "\n");
-  }
-  AddChains(e, rows, &text);
-  const auto node = [](size_t n) { return fmt::format("node {}", n); };
-  AddRows("sends", e.links.node_sends, rows, node, &text);
-  AddRows("of that forwards", e.links.node_forwards, rows, node, &text);
-  AddRows("receives", e.links.node_receives, rows, node, &text);
-  AddRows("stores into engines", e.links.node_stores, rows, node, &text);
-  AddRows(
-      "supplies", e.links.rank_supplies, rows,
-      [&](size_t r) { return fmt::format("{} (node {})", e.source_labels[r], e.source_nodes[r]); },
-      &text);
-  const size_t nodes = e.links.node_sends.size();
-  std::vector<int64_t> between = e.links.matrix;
-  for (size_t n = 0; n < nodes; ++n) between[n * nodes + n] = 0;
-  AddRows(
-      "from node to node", between, rows,
-      [nodes](size_t i) { return fmt::format("{} to {}", i / nodes, i % nodes); }, &text);
-  if (e.unplaced_tensors > 0) {
-    fmt::format_to(out, "{} tensors have no place, or not everywhere:\n", e.unplaced_tensors);
-    const size_t listed = std::min(rows, e.unplaced.size());
-    for (size_t i = 0; i < listed; ++i) {
-      fmt::format_to(out, "  {}: {}\n", e.unplaced[i].tensor, e.unplaced[i].reason);
-    }
-    if (static_cast<int64_t>(listed) < e.unplaced_tensors) fmt::format_to(out, "  ...\n");
-  }
-  return text;
 }
 
 absl::Status ValidatePlan(const RoutePlan& plan) { return PlanChecker(plan).Run(); }

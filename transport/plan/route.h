@@ -41,8 +41,6 @@ namespace refitd {
 inline constexpr uint32_t kMaxRouteNodes = 1024;
 // The most routes of a plan: about 0.3 GiB. DeepSeek-V3 over 512 ranks has 0.2 million.
 inline constexpr int64_t kMaxRoutes = int64_t{1} << 22;
-// The most tensors that RoutePlan::unplaced lists.
-inline constexpr size_t kMaxUnplacedListed = 1000;
 
 // One rank. Ranks with equal layouts should share one Layout object, because work and memory grow
 // with the number of distinct objects.
@@ -56,16 +54,12 @@ struct RouteMember {
 struct RouteOptions {
   // Tensors that the trainers push; the plan leaves them out.
   std::vector<std::string> skip_tensors;
-  // Tensors of engines that need no source.
-  std::vector<std::string> uncovered_allowed;
   // Tensors that no refit writes, though engines may declare them; the plan leaves them out.
   std::vector<std::string> engine_only;
   // Tensors of trainers that an instance may lack: patterns of names (name_patterns.h), sorted.
   std::vector<std::string> unwanted_allowed;
   // Instances to leave out (evicted), by index; empty: none.
   std::vector<bool> skip_instance;
-  // True: tensors that can't be placed are listed in RoutePlan::unplaced and are no error.
-  bool list_unplaced = false;
   int64_t max_routes = kMaxRoutes;
   // A box of fewer bytes than split_bytes (at least 1) goes from one holder to a node as a whole.
   // So does a box of less than a `split_share`th of what a source supplies on average (0: no such
@@ -117,26 +111,6 @@ struct RouteBound {
   int64_t bytes() const;      // the largest of these bounds
 };
 
-// A tensor that the plan leaves out, or that some instance lacks or no trainer holds, and why.
-struct Unplaced {
-  std::string tensor;
-  std::string reason;
-  bool operator==(const Unplaced&) const = default;
-};
-
-// Bytes per second of each kind of link; 0: the link is never the limit.
-struct RouteRates {
-  double rank_out = 0;    // reading one rank's memory
-  double node_out = 0;    // sending over the wire from a node
-  double node_in = 0;     // receiving over the wire at a node
-  double local_copy = 0;  // storing into the memory of a node's engines
-};
-
-struct RouteEstimate {
-  double seconds = 0;
-  std::string limit;  // the slowest link: "node 3 sends"
-};
-
 class RoutePlan {
  public:
   // Sorted by name, so that the order does not depend on layouts.
@@ -162,9 +136,6 @@ class RoutePlan {
   int64_t longest_stream = 0;  // the largest of links.stream
   RelayShape relay;
   RouteBound bound;
-  std::vector<Unplaced> unplaced;  // by name, at most kMaxUnplacedListed
-  // Number of all tensors that have no place, also those that options leave out.
-  int64_t unplaced_tensors = 0;
 
   Box BoxOf(const Route& route) const;
   absl::Span<const uint32_t> NodesOf(const Route& route) const { return node_sets[route.node_set]; }
@@ -180,56 +151,7 @@ class RoutePlan {
   // number of routes, then of each: tensor hash, source, offsets, extents, number of nodes, nodes;
   // then, with chains, the numbers of `relay`. Two daemons with equal digests derive equal streams.
   uint64_t Digest() const;
-
-  const RouteBound& LowerBound() const { return bound; }
-
-  // The link with the most bytes: "node 3 sends".
-  struct Worst {
-    int64_t bytes = 0;
-    std::string link;
-  };
-  Worst WorstLink() const;
-
-  // The time of the link for which bytes divided by rate is largest. With chains, links between
-  // nodes also wait while chains fill, in rounds of `slot_bytes`.
-  RouteEstimate Estimate(const RouteRates& rates, int64_t slot_bytes = kRelaySlotBytes) const;
-  static constexpr int64_t kRelaySlotBytes = int64_t{64} << 20;  // a daemon's default
 };
-
-// All routes of a plan that go from one node along one chain.
-struct ChainUse {
-  uint32_t source_node = 0;
-  std::vector<uint32_t> nodes;  // in order
-  int64_t routes = 0;
-  int64_t bytes = 0;  // that the source's node sends
-};
-// Returns the chains of a plan, those with the most bytes first. A plan without chains has none.
-std::vector<ChainUse> ChainsOf(const RoutePlan& plan);
-
-// A plan explained for people: the bytes of each link, the lower bound, the worst link compared
-// with it, chains, and the tensors that the plan does not move, or not to every instance.
-struct RouteExplanation {
-  int64_t tensors = 0;
-  int64_t routes = 0;
-  int64_t bytes = 0;
-  int64_t wire_bytes = 0;
-  RouteBound bound;
-  RoutePlan::Worst worst;
-  double ratio =
-      0;  // bytes of the worst link divided by the bound; 1 if both are 0, 0 if only the bound is 0
-  RouteBytes links;
-  RelayShape relay;
-  RelayRounds rounds;  // in slots of RoutePlan::kRelaySlotBytes
-  std::vector<ChainUse> chains;
-  std::vector<std::string> source_labels;
-  std::vector<uint32_t> source_nodes;
-  std::vector<Unplaced> unplaced;
-  int64_t unplaced_tensors = 0;
-};
-RouteExplanation Explain(const RoutePlan& plan);
-// The explanation as lines of text, with at most `rows` links of each kind, those with the most
-// bytes first.
-std::string ToText(const RouteExplanation& explanation, size_t rows = 32);
 
 // Checks a plan that came from another process (P10): every index is inside its list, boxes are
 // inside their tensors and not empty, node sets are not empty and have no node twice (without

@@ -57,8 +57,9 @@ struct SocketAddress {
 inline constexpr size_t kSocketAddressFixedBytes = 4 + 8 + 4 + 4 + 16 + 1 + 16 + 2 + 1 + 1 + 2;
 
 std::string EncodeSocketAddress(const SocketAddress& address);
-// Decodes the address of rank `rank` of `size`; both are this side's own, and valid.
-// INVALID_ARGUMENT: malformed, or of another communicator, rank, size or kind of wire.
+// Decodes the address that another daemon sent for rank `rank` of a communicator of `size` ranks.
+// INVALID_ARGUMENT: malformed, or not of that communicator, rank and size, or not of this wire. The
+// caller vouches for the three numbers.
 absl::StatusOr<SocketAddress> DecodeSocketAddress(std::string_view in, CommunicatorId communicator,
                                                   int rank, int size);
 // Decodes an address of any communicator, rank and size. INVALID_ARGUMENT: malformed.

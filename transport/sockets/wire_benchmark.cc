@@ -35,7 +35,7 @@
 
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
-#include "transport/sockets/plain_tcp.h"
+#include "transport/sockets/plain_tcp_testing.h"
 #include "transport/sockets/socket_wire.h"
 #include "transport/tls/test_certificates.h"
 

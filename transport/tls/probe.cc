@@ -19,7 +19,6 @@
 #include <cstring>
 #include <memory>
 #include <string_view>
-#include <utility>
 
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"

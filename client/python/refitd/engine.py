@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Weights(IntEnum):
     """The state of an engine rank's weights, as far as the rank knows it."""
 
-    UNKNOWN = 0  # the lease was lost before the outcome was heard: treat it as dirty
+    UNKNOWN = 0  # the lease was lost before the outcome came: treat it as dirty
     CLEAN = 1
     DIRTY = 2  # an update was lost after writing had begun, or the rank attached as dirty
     PAUSED = 3  # Prepare came, and neither Committed nor Aborted yet

@@ -898,7 +898,7 @@ class Trainer(Member):
 
     @property
     def group_version(self) -> int | None:
-        """The last committed version that the daemon told of; None: none."""
+        """The last committed version that the daemon reported; None: none."""
         return self._ask_version("group_version")
 
     @property

@@ -62,7 +62,7 @@ TEST_CASE("Layouts of every mapping in full size are valid, first and last rank"
     }
     for (const int64_t rank : {int64_t{0}, mapping.engine.world() - 1}) {
       const Layout layout = Must(EngineLayout(mapping, config, rank));
-      for (const auto& status : {Validate(layout, true), CheckBlockScales(layout)}) {
+      for (const auto& status : {Validate(layout, true), CheckFloat8Scales(layout)}) {
         INFO(status);
         REQUIRE(status.ok());
       }
@@ -297,7 +297,7 @@ TEST_CASE("Tensor parallelism that cuts FP8 blocks is found on some rank and nam
     config.fp8 = true;
     const Layout layout = Must(VllmLayout(config, {.tp = row.tp, .ep = row.ep}, 0));
     REQUIRE(Validate(layout, true).ok());
-    const auto status = CheckBlockScales(layout);
+    const auto status = CheckFloat8Scales(layout);
     INFO(status);
     CHECK(status.ok() == row.culprit.empty());
     if (row.culprit.empty()) continue;

@@ -45,7 +45,7 @@ std::vector<LayoutPtr> EngineLayouts(const Mapping& mapping, const ModelConfig& 
   std::vector<LayoutPtr> layouts;
   for (int64_t rank = 0; rank < mapping.engine.world(); ++rank) {
     layouts.push_back(Share(EngineLayout(mapping, config, rank), true));
-    const auto status = CheckBlockScales(*layouts.back(), config.scale_block);
+    const auto status = CheckFloat8Scales(*layouts.back());
     INFO(status);
     REQUIRE(status.ok());
   }
@@ -202,8 +202,7 @@ TEST_CASE("A block that trainers' shards cut arrives whole: each of them has its
   const Mapping mapping = {.fp8 = true, .trainer = {.world = 2, .etp = 2}};
   const auto trainers = TrainerLayouts(mapping, config);
   const auto engines = EngineLayouts(mapping, config);
-  CHECK(CheckBlockScales(*trainers[0], config.scale_block).code() ==
-        absl::StatusCode::kFailedPrecondition);
+  CHECK(CheckFloat8Scales(*trainers[0]).code() == absl::StatusCode::kFailedPrecondition);
   const GlobalIds ids(config);
   std::vector<Arena> to = {Arena(static_cast<size_t>(ArenaBytes(*engines[0])), kUntouched)};
   REQUIRE(Execute(MustCompile(trainers, engines), trainers, engines,

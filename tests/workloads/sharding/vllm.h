@@ -27,8 +27,8 @@
 //   lm_head                  unless tied: as embed_tokens
 //   norm
 // FP8 scales lie after their parameter, and are fused as the parameter is. They are the scales of
-// the blocks that each part touches; CheckBlockScales (transport/plan/block_scales.h) tells where a
-// shard cuts a block.
+// the blocks that each part touches; CheckFloat8Scales (transport/plan/block_scales.h) tells where
+// a shard cuts a block.
 #ifndef REFITD_TESTS_WORKLOADS_SHARDING_VLLM_H_
 #define REFITD_TESTS_WORKLOADS_SHARDING_VLLM_H_
 

@@ -159,15 +159,15 @@ class TensorAddress:
 
 
 class Addresses:
-    """Functions that tell addresses, and the addresses that they told first. Every refit asks all of them whether anything moved."""
+    """Functions that return addresses, and the addresses that they returned first. Every refit asks all of them whether anything moved."""
 
-    def __init__(self, asked: Sequence[Callable[[], int]], told: Sequence[int]) -> None:
-        self._all = list(asked), list(told)
+    def __init__(self, asked: Sequence[Callable[[], int]], first: Sequence[int]) -> None:
+        self._all = list(asked), list(first)
         self._fast = reads_tensors()
         if not self._fast:
             return
         kind = sys.modules["torch"].Tensor
-        pairs = list(zip(asked, told))
+        pairs = list(zip(asked, first))
         fixed = [(a.fixed, at) for a, at in pairs if isinstance(a, TensorAddress) and isinstance(a.fixed, kind)]
         current = [(a.current, at) for a, at in pairs if isinstance(a, TensorAddress) and not isinstance(a.fixed, kind)]
         self._fixed = [tensor for tensor, _ in fixed], array("q", [at for _, at in fixed])
@@ -179,8 +179,8 @@ class Addresses:
     def moved(self) -> bool:
         """Whether any function tells another address now."""
         if not self._fast:
-            asked, told = self._all
-            return [now() for now in asked] != told
+            asked, first = self._all
+            return [now() for now in asked] != first
         if _first_moved(self._ids, self._fixed[1]):
             return True
         currents, at = self._current
@@ -188,8 +188,8 @@ class Addresses:
             tensors = [current() for current in currents]
             if not all(isinstance(tensor, sys.modules["torch"].Tensor) for tensor in tensors) or _first_moved(ids(tensors), at):
                 return True
-        rest, told = self._rest
-        return [now() for now in rest] != told
+        rest, first = self._rest
+        return [now() for now in rest] != first
 
 
 def _first_moved(ids: array[int], addresses: array[int]) -> bool:

@@ -388,7 +388,7 @@ def error_of(status: int, message: str, context: str = "", failure: Failure = _N
 
 
 def last_failure() -> Failure:
-    """What the library knows of the failure that its last call on this thread told of."""
+    """What the library knows of the failure of its last call on this thread."""
     raw = sized(refit_failure)
     if library().refit_last_failure(ctypes.byref(raw)) != 0:
         return _NOTHING

@@ -117,7 +117,7 @@ class Settings:
 
     def engine(self, client: str, instance: str) -> Engine:
         """Attaches an engine that takes whole tensors, on the device that this worker shares with its inference engine. It says that its
-        weights are dirty, since nobody told which version they are of."""
+        weights are dirty, since nobody named their version."""
         device = devices.current_or_host() if self.device is None else self.device
         connect = replace(self.connect, client=client)
         return Engine(self.group, instance=instance, loader=True, dirty=True, device=device, connect=connect)
@@ -349,8 +349,8 @@ async def receive(member: Engine, *, begin_seconds: float, who: str, keep: bool)
 
 def known_version(trainer: Trainer | None, committed: int | None) -> int | None:
     """The group's version as far as a trainer rank knows it."""
-    told = None if trainer is None else trainer.group_version
-    return max((version for version in (told, committed) if version is not None), default=None)
+    known = None if trainer is None else trainer.group_version
+    return max((version for version in (known, committed) if version is not None), default=None)
 
 
 def next_version(known: int | None, wanted: int | None = None) -> int:

@@ -185,7 +185,7 @@ class Sender(WeightTransferSender):
     """A trainer rank of refitd. `result`: of the last sync; None before."""
 
     def __init__(self, init_info: InitInfo, settings: Settings, client: Any = None) -> None:
-        """`client`: SkyRL's, by which rank 0 tells the engines of each sync; None: the engines take versions without being told.
+        """`client`: SkyRL's, by which rank 0 tells the engines of each sync; None: the engines take versions without a call.
 
         Raises InvalidArgument on every rank, before any attaches, where one has another group, version or path than rank 0.
         """
@@ -209,7 +209,7 @@ class Sender(WeightTransferSender):
 
         A failure is raised on every rank. Raises InvalidArgument, naming the tensor, where ranks differ in metadata (before anything is
         sent) or a chunk differs from it; DeadlineExceeded, naming the rank, where one does not come within `update_seconds`; UpdateAborted
-        where an engine can't be told of the sync; FailedPrecondition where an engine could not use a version that was committed; and
+        where the call of an engine for the sync fails; FailedPrecondition where an engine could not use a version that was committed; and
         what refits raise. Where `chunks` itself fails on a rank, the update is given up; others that wait for that rank in SkyRL's own
         collectives fail when these do.
         """
@@ -220,7 +220,7 @@ class Sender(WeightTransferSender):
         version, self._version = self._version, self._version + 1
         sending = asyncio.create_task(on_thread(self._send, version, chunks, expected))
         failure = await self._follow(version, sending)
-        # Rank 0 alone hears the engines' answers: without this, the other ranks would take a sync for done that was not.
+        # Rank 0 alone gets the engines' answers: without this, the other ranks would take a sync for done that was not.
         try:
             failures = await asyncio.to_thread(self._ranks.gather, None if failure is None else str(failure))
         except RuntimeError:
@@ -252,8 +252,8 @@ class Sender(WeightTransferSender):
                 await asyncio.wait((sending,), timeout=0.2)
         failure = (await asyncio.gather(sending, return_exceptions=True))[0]
         if failure is None:
-            told = (await asyncio.gather(telling, return_exceptions=True))[0]
-            return None if told is None else FailedPrecondition(f"version {version} was committed, and an engine can't use it: {told}")
+            failed = (await asyncio.gather(telling, return_exceptions=True))[0]
+            return None if failed is None else FailedPrecondition(f"version {version} was committed, and an engine can't use it: {failed}")
         # An engine that still waits for the update to begin is freed by the next update, or when `update_seconds` have passed.
         done, _ = await asyncio.wait((telling,), timeout=ANSWER_SECONDS)
         if not done:
@@ -279,7 +279,7 @@ class Sender(WeightTransferSender):
             await client.finish_weight_update()
 
     def _agree(self, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-        """Compares the ranks and registers shards. A failure is raised on every rank, before the engines are told of the sync."""
+        """Compares the ranks and registers shards. A failure is raised on every rank, before the engines are called for the sync."""
         self._compare_ranks(expected)
         if not self._sharded:
             return

@@ -89,7 +89,7 @@ class Updater:
             spec: As of refitd.Trainer, with `device`, `socket`, `connect`; `spec.min_instances` is the number of engines, whatever it says.
 
         Raises:
-            Unimplemented: The framework is told to colocate engines or to offload training.
+            Unimplemented: The framework's options colocate engines or offload training.
         """
         cls.check(args)
         attach = partial(Trainer, device=device, socket=socket, connect=replace(connect, client=cls.framework))

@@ -219,7 +219,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
 
 # ---- verl's adapter of vLLM ----
 
-# verl's adapter of vLLM in this process, if it is refitd's: the checkpoint engine is not told of it.
+# verl's adapter of vLLM in this process, if it is refitd's: the checkpoint engine does not get it.
 _adapter: Callable[[], Any] = lambda: None  # noqa: E731
 
 

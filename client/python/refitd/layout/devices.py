@@ -89,7 +89,7 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def first(self) -> str:
-        """The name of the first device that this process sees, told without torch. Raises FailedPrecondition or Unavailable where it sees none."""
+        """The name of the first device that this process sees, found without torch. Raises FailedPrecondition or Unavailable where it sees none."""
 
     @abc.abstractmethod
     def thread_device(self) -> Callable[[], None] | None:

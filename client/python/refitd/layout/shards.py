@@ -71,7 +71,7 @@ class Shard:
 
     `name`, `shape`: of the global tensor, unpadded, in elements. `tensor`: the elements of the box, of the box's extent and with
     any strides; None says that this rank holds none of the tensor, and needs `dtype`. `offset`: of the box in the global tensor;
-    None is zeros. `dtype`: what to deliver; None is what `collect` is told, else the tensor's own; with no tensor, what the ranks
+    None is zeros. `dtype`: what to deliver; None is the one that `collect` got, else the tensor's own; with no tensor, what the ranks
     that hold it have.
 
     The others are used where casts are pushed. `replica`: this rank's number among the ranks that hold the same box, and how many
@@ -732,7 +732,7 @@ def flat_shards(module: Any) -> list[Shard]:
     """This rank's shards of the parameters of a model that FSDP1 wraps: views of its flat parameters, for `collect`.
 
     Tied parameters beyond the first, and parameters of which this rank holds nothing, are listed without a tensor. Parameters
-    that FSDP was told to ignore are whole, on every rank. Registered, the list is made again where a flat parameter's memory moved, as it
+    that FSDP ignores are whole, on every rank. Registered, the list is made again where a flat parameter's memory moved, as it
     does when a framework offloads it, or where the module's parameters were replaced. Raises InvalidArgument if no submodule is wrapped.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel

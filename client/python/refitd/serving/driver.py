@@ -1,6 +1,6 @@
 """Lets an engine take new weights when the trainer refits, with no call to the engine from outside; and routes that tell how it stands.
 
-The driver is one more rank of the engine's instance, after the workers', with no weights. So it hears Prepare itself, pauses the engine,
+The driver is one more rank of the engine's instance, after the workers', with no weights. So it gets Prepare itself, pauses the engine,
 lets the workers' ranks answer, and is ready last; the daemon writes nothing before. Under vLLM's external launcher each process has a driver,
 which is a rank of its own. What to do when is decided by `Lifecycle`; the driver carries it out through `Controls`.
 
@@ -338,7 +338,7 @@ class Driver:
             logger.info("refitd: version %d ended before it was refused: %s", version, error)
 
     def _write(self, version: int, reset_caches: bool) -> list[Action]:
-        """Lets the workers take the version, while this rank answers and hears the outcome."""
+        """Lets the workers take the version, while this rank answers and takes the outcome."""
         member = self._member
         assert member is not None
         heard: list[Event | Exception] = []
@@ -442,7 +442,7 @@ class Follower:
             self._take_update(min(1.0, max(0.0, remaining)))
 
     def _take_update(self, seconds: float) -> bool:
-        """Takes the update that begins within `seconds`, in all processes where any has heard of it; returns whether there was one."""
+        """Takes the update that begins within `seconds`, in all processes where one of them has got it; returns whether there was one."""
         begun = any(self._processes.all(self.driver.begins(seconds)))
         if begun and self.driver.begins(PREPARE_SECONDS):
             self.driver.step(0.0)
@@ -641,7 +641,7 @@ class Lifecycle:
     @property
     def behind(self) -> int:
         """How many newer versions began that this engine does not hold. One that was given up everywhere counts as well: an engine
-        does not hear what became of a version that it lost."""
+        does not get the outcome of a version that it lost."""
         return len(self._announced)
 
     # ---- what happens ----

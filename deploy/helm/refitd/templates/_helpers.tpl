@@ -35,6 +35,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $_ := mergeOverwrite $settings (dict
     "listen" (dict "unix_path" "/run/refitd/refitd.sock" "unix_mode" "0660")
     "metrics" (dict "listen" (printf "0.0.0.0:%d" (int .Values.metrics.port)) "insecure" .Values.metrics.insecure)) }}
+{{- if .Values.metrics.page }}
+{{- $_ := set $settings.metrics "page" true }}
+{{- end }}
 {{- $rules := .Values.rules }}
 {{- if .Values.cluster.enabled }}
 {{- with .Values.cluster }}

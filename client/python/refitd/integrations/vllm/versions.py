@@ -393,7 +393,7 @@ def check_backend(config: Any) -> None:
         raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
 
 
-# The backend that vLLM made in this worker's process, for frameworks whose own code in the worker is not told of it.
+# The backend that vLLM made in this worker's process, for frameworks whose own code in the worker does not get it.
 _backend: Callable[[], Any] = lambda: None  # noqa: E731
 
 

@@ -1,6 +1,6 @@
 // A bucket as tests make it: it can be changed until it is pushed.
-#ifndef REFITD_DAEMON_GROUP_BUCKET_DRAFT_H_
-#define REFITD_DAEMON_GROUP_BUCKET_DRAFT_H_
+#ifndef REFITD_DAEMON_GROUP_BUCKET_DRAFT_TESTING_H_
+#define REFITD_DAEMON_GROUP_BUCKET_DRAFT_TESTING_H_
 
 #include <cstdint>
 #include <memory>
@@ -45,4 +45,4 @@ struct BucketDraft : CheckedBucket {
 
 }  // namespace refitd
 
-#endif  // REFITD_DAEMON_GROUP_BUCKET_DRAFT_H_
+#endif  // REFITD_DAEMON_GROUP_BUCKET_DRAFT_TESTING_H_

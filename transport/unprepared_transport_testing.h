@@ -1,7 +1,7 @@
 // A base for stand-ins of transports: preparing only keeps the transfer or job, and each replay
 // submits a copy of it. So a stand-in implements the two functions Submit alone.
-#ifndef REFITD_TRANSPORT_UNPREPARED_TRANSPORT_H_
-#define REFITD_TRANSPORT_UNPREPARED_TRANSPORT_H_
+#ifndef REFITD_TRANSPORT_UNPREPARED_TRANSPORT_TESTING_H_
+#define REFITD_TRANSPORT_UNPREPARED_TRANSPORT_TESTING_H_
 
 #include <cstddef>
 #include <functional>
@@ -49,4 +49,4 @@ class UnpreparedTransport : public Transport {
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_UNPREPARED_TRANSPORT_H_
+#endif  // REFITD_TRANSPORT_UNPREPARED_TRANSPORT_TESTING_H_

@@ -1,4 +1,4 @@
-#include "transport/sockets/plain_tcp.h"
+#include "transport/sockets/plain_tcp_testing.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>

@@ -1,8 +1,8 @@
 // Random transfers over device memory of another process, each with a model: the same transfer over
 // plain memory, for the host transport. Tests with the fake driver and tests on a GPU both use
 // this.
-#ifndef REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_H_
-#define REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_H_
+#ifndef REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_TESTING_H_
+#define REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_TESTING_H_
 
 #include <algorithm>
 #include <catch2/catch.hpp>
@@ -293,4 +293,4 @@ inline void FillForBroadcast(World* world, Rng* random, int source, int devices)
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_H_
+#endif  // REFITD_TRANSPORT_CUDA_RANDOM_TRANSFER_TESTING_H_

@@ -1,8 +1,8 @@
 // Plain TCP to compare with in benchmarks: bytes from one process's memory into another's over one
 // connection, with large sends and receives and nothing else. No product code uses it. The
 // functions block.
-#ifndef REFITD_TRANSPORT_SOCKETS_PLAIN_TCP_H_
-#define REFITD_TRANSPORT_SOCKETS_PLAIN_TCP_H_
+#ifndef REFITD_TRANSPORT_SOCKETS_PLAIN_TCP_TESTING_H_
+#define REFITD_TRANSPORT_SOCKETS_PLAIN_TCP_TESTING_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -35,4 +35,4 @@ bool SendAllSpliced(int fd, const void* data, size_t bytes);
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_SOCKETS_PLAIN_TCP_H_
+#endif  // REFITD_TRANSPORT_SOCKETS_PLAIN_TCP_TESTING_H_
