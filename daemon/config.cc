@@ -55,6 +55,7 @@ constexpr std::array kSettings = {
     Setting{"tls-roots", "tls.roots", "roots that sign the certificates of others, PEM"},
     Setting{"allowed-uids", "allowed_uids", "users who may use the unix sockets, UID[,UID...]"},
     Setting{"allowed-gids", "allowed_gids", "groups whose members may, GID[,GID...]"},
+    Setting{"rules-file", "rules_file", "file of rules, followed while it changes; empty: none"},
     Setting{"audit-file", "audit.file", "file for the audit log; empty: none"},
     Setting{"audit-journal", "audit.journal", "audit log to journald, true or false"},
     Setting{"log-format", "log.format", "text or json"},
@@ -317,22 +318,6 @@ absl::Status Apply(const Setting& setting, const std::string& text, std::string_
 
 // ---- the file ----
 
-absl::StatusOr<std::string> ReadConfigFile(const std::string& path) {
-  const UniqueFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (!file.valid()) return ErrnoError(errno, path);
-  std::string text;
-  std::array<char, 4096> buffer;
-  for (;;) {
-    const ssize_t n = read(file.get(), buffer.data(), buffer.size());
-    if (n < 0) return ErrnoError(errno, path);
-    if (n == 0) return text;
-    text.append(buffer.data(), static_cast<size_t>(n));
-    if (text.size() > static_cast<size_t>(kMaxConfigFileBytes)) {
-      return Error(kInvalid, "{}: more than {} bytes", path, kMaxConfigFileBytes);
-    }
-  }
-}
-
 absl::Status ParseConfigFile(const std::string& path, Config* config) {
   REFITD_ASSIGN_OR_RETURN(const std::string text, ReadConfigFile(path));
   FirstError error;
@@ -341,6 +326,25 @@ absl::Status ParseConfigFile(const std::string& path, Config* config) {
   if (!parser.ParseFromString(text, config)) {
     return Error(kInvalid, "{}: {}", path, error.text());
   }
+  return absl::OkStatus();
+}
+
+// Adds what `rules_file` says, where there is one.
+absl::Status AddRulesFile(Config* config) {
+  if (config->rules_file().empty()) return absl::OkStatus();
+  Config added;
+  REFITD_RETURN_IF_ERROR(ParseConfigFile(config->rules_file(), &added));
+  Config others = added;
+  others.clear_rule();
+  others.clear_allowed_uids();
+  others.clear_allowed_gids();
+  std::vector<const FieldDescriptor*> fields;
+  others.GetReflection()->ListFields(others, &fields);
+  if (!fields.empty()) {
+    return Error(kInvalid, "{}: {} is set, but rules_file may have rules and allowed users alone",
+                 config->rules_file(), fields[0]->name());
+  }
+  config->MergeFrom(added);
   return absl::OkStatus();
 }
 
@@ -778,6 +782,22 @@ std::vector<std::string> WarningsOf(const Config& config) {
 
 }  // namespace
 
+absl::StatusOr<std::string> ReadConfigFile(const std::string& path) {
+  const UniqueFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  if (!file.valid()) return ErrnoError(errno, path);
+  std::string text;
+  std::array<char, 4096> buffer;
+  for (;;) {
+    const ssize_t n = read(file.get(), buffer.data(), buffer.size());
+    if (n < 0) return ErrnoError(errno, path);
+    if (n == 0) return text;
+    text.append(buffer.data(), static_cast<size_t>(n));
+    if (text.size() > static_cast<size_t>(kMaxConfigFileBytes)) {
+      return Error(kInvalid, "{}: more than {} bytes", path, kMaxConfigFileBytes);
+    }
+  }
+}
+
 absl::StatusOr<Config> ConfigOf(Config settings) {
   Complete(&settings);
   REFITD_RETURN_IF_ERROR(CheckConfig(&settings));
@@ -813,6 +833,7 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
     REFITD_RETURN_IF_ERROR(
         Apply(kSettings[i], line.values[i], std::string("--") + kSettings[i].name, &config));
   }
+  REFITD_RETURN_IF_ERROR(AddRulesFile(&config));
   REFITD_ASSIGN_OR_RETURN(invocation.config, ConfigOf(std::move(config)));
   invocation.warnings = WarningsOf(invocation.config);
   if (line.validate) invocation.print = FormatConfig(invocation.config);

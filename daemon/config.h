@@ -91,6 +91,9 @@ absl::StatusOr<Invocation> LoadConfig(int argc, const char* const* argv,
 // value.
 absl::StatusOr<Config> ConfigOf(Config settings);
 
+// The text of a file of settings or rules, of at most kMaxConfigFileBytes.
+absl::StatusOr<std::string> ReadConfigFile(const std::string& path);
+
 TlsFiles TlsFilesOf(const Config& config);
 
 // The settings of the policy. LoadConfig has checked that they make a policy.

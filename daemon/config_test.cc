@@ -388,6 +388,25 @@ TEST_CASE("Rules come from the file, load again as the same, and are refused by 
   RequireInvalid(Load({"--config", WriteFile(folder, "rule { role: BOSS }")}), "BOSS");
 }
 
+TEST_CASE("A file of rules adds to the rules, and may have nothing else") {
+  const TempFolder folder;
+  const std::string rules = folder / "rules";
+  const auto load = [&](const std::string& text) {
+    std::ofstream(rules) << text;
+    const std::string own = "rule { who: \"uid:1\" role: ENGINE group: \"*\" } allowed_gids: 7";
+    return Load({"--rules-file=" + rules, "--config", WriteFile(folder, own)});
+  };
+  const auto loaded = load("rule { who: \"uid:2\" role: TRAINER group: \"g\" } allowed_gids: 8");
+  REQUIRE(loaded.ok());
+  REQUIRE(loaded->config.rule_size() == 2);
+  CHECK(loaded->config.rule(1).who() == "uid:2");
+  REQUIRE(loaded->config.allowed_gids_size() == 2);
+  CHECK(loaded->config.allowed_gids(1) == 8);
+  RequireInvalid(load("daemon_id: \"a\""), "daemon_id is set, but rules_file");
+  RequireInvalid(load("rule { who: \"nobody\" role: TRAINER group: \"g\" }"), "rule[1].who");
+  CHECK(absl::IsNotFound(Load({"--rules-file=" + (folder / "none")}).status()));
+}
+
 TEST_CASE("The audit log and the limits of an identity are off by default, and checked") {
   CHECK(Load({})->config.audit().file().empty());
   CHECK_FALSE(Load({})->config.audit().journal());

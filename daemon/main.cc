@@ -399,18 +399,33 @@ struct TcpLoops {
   }
 };
 
-// The objects that follow files while the daemon runs. The files are read again on SIGHUP.
+// The objects that follow files while the daemon runs. All these files are read again on SIGHUP.
 struct Followed {
   CertificateStore* certificates = nullptr;  // null: none
   AuditLog* audit = nullptr;                 // null: none
   PolicyStore* policies = nullptr;
   PolicySettings settings;  // of the policy in force
+  std::string rules_file;   // empty: none
   std::function<absl::StatusOr<Invocation>()> load;
+  std::string rules_seen = {};   // the file of rules as the last look found it
+  std::string rules_taken = {};  // and as it was taken over or refused
 
   void Reload() {
     if (audit != nullptr) {
       if (absl::Status status = audit->Reopen(); !status.ok()) LogError("{}", Message(status));
     }
+    ReloadPolicy();
+  }
+  // Takes the file of rules over when two looks in a row have found the same change: who writes the
+  // file may be half-way.
+  void FollowRules() {
+    if (rules_file.empty()) return;
+    const std::string text = ReadConfigFile(rules_file).value_or("");
+    if (std::exchange(rules_seen, text) != text || text == rules_taken) return;
+    rules_taken = text;
+    ReloadPolicy();
+  }
+  void ReloadPolicy() {
     absl::StatusOr<Invocation> loaded = load();
     const absl::Status status = loaded.ok() ? TakePolicy(loaded->config) : loaded.status();
     if (status.ok()) return;
@@ -441,8 +456,8 @@ struct Followed {
   }
 };
 
-// Waits for a signal that ends the daemon. Meanwhile certificates follow their files; SIGHUP makes
-// the daemon read the certificates at once, and the policy.
+// Waits for a signal that ends the daemon. Meanwhile certificates and the file of rules are
+// followed; SIGHUP makes the daemon read the certificates at once, and the policy.
 int AwaitEnd(const sigset_t& signals, Followed* followed) {
   constexpr timespec kLook{1, 0};
   for (;;) {
@@ -450,6 +465,7 @@ int AwaitEnd(const sigset_t& signals, Followed* followed) {
     if (number == SIGTERM || number == SIGINT) return number;
     if (number == SIGHUP) followed->Reload();
     if (followed->certificates != nullptr) followed->certificates->Refresh();
+    followed->FollowRules();
   }
 }
 
@@ -758,8 +774,8 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
        .guard = &guard,
        .tls = *certificates != nullptr});
   Services services(config, &authorizer, &daemon);
-  Followed followed{certificates->get(), audit->get(), &policies, PolicySettingsOf(config),
-                    std::move(reload)};
+  Followed followed{certificates->get(),      audit->get(),        &policies,
+                    PolicySettingsOf(config), config.rules_file(), std::move(reload)};
   followed.Tell(absl::OkStatus());
 
   Servers servers;

@@ -30,6 +30,7 @@ textproto.REFITD = os.path.abspath("bazel-bin/daemon/refitd")
 CLUSTER = {"cluster": {"enabled": True}}
 SPIRE = {"cluster": {"enabled": True, "certificates": {"from": "spire"}}}
 OPERATOR = {"monitoring": {"podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}}}
+IN_THE_NODE = {"hostNetwork": True, "cluster": {"enabled": True, "interface": "bond0"}}
 GPU = {"gpu": {"enabled": True}}
 # The values that make of the chart what a variant of deploy/kubernetes is. The sidecar is a part of an engine's pod, and no chart's. Probes of
 # gRPC take a control plane in the clear, so the chart has none.
@@ -40,6 +41,10 @@ VALUES = {
     "base with the Prometheus operator": OPERATOR,
     "gpu": GPU,
     "gpu with cert-manager": {**GPU, **CLUSTER},
+    "gpu by CDI": {"gpu": {"enabled": True, "runtimeClass": ""}},
+    "gpu with NCCL of the node": {"gpu": {"enabled": True, "nccl": {"hostPath": "/opt/nccl/lib"}}},
+    "base in the node's network": IN_THE_NODE,
+    "gpu with RDMA in the node's network": {**IN_THE_NODE, "gpu": {"enabled": True, "rdma": {"enabled": True}}},
     "gpu with legacy IPC": {"gpu": {"enabled": True, "legacyIpc": True}},
 }
 OF_KUSTOMIZE_ALONE = {"base with probes of gRPC", "gpu with probes of gRPC", "sidecar", "sidecar with legacy IPC"}
@@ -150,7 +155,17 @@ def comparable(resources):
             resource["data"][name] = settings_of(text) if name.endswith(".textproto") else lines
         if resource["kind"] == "DaemonSet":
             resource["spec"]["template"]["metadata"]["annotations"].pop(CHECKSUM, None)
+    take_interface(resources)
     return in_order(by_identity(resources))
+
+
+def take_interface(resources):
+    """A component can't change a part of a file, so that of the node's network names the interface by a variable, which goes before the file."""
+    (settings,) = [c["data"]["refitd.textproto"] for c in of_kind(resources, "ConfigMap") if "refitd.textproto" in c["data"]]
+    variables = container(resources, "refitd")["env"]
+    for variable in [v for v in variables if v["name"] == "REFITD_DATA_INTERFACE"]:
+        settings["peers"][0]["interface"] = [variable["value"]]
+        variables.remove(variable)
 
 
 class ChartTest(unittest.TestCase):
@@ -188,26 +203,23 @@ class ChartTest(unittest.TestCase):
         self.assertIn("alert: RefitdDown", packed.stdout)
         self.assertEqual(packed.stdout, template(OPERATOR).stdout)
 
-    def test_a_changed_setting_is_rolled_out(self):
+    def test_a_changed_setting_is_rolled_out_and_a_changed_rule_is_not(self):
         def checksum(values):
             return workload(chart(values))["spec"]["template"]["metadata"]["annotations"][CHECKSUM]
         self.assertNotEqual(checksum({}), checksum({"settings": {"staging": {"slots": 8}}}))
+        self.assertEqual(checksum({}), checksum({"allowedGids": [7]}))  # daemons take rules over while they run
 
     def test_settings_reach_the_daemon(self):
         values = {"settings": {"staging": {"slots": 8}, "peers": {"wire_ms": 1000}, "catch_ups": False, "default_verification": "TRANSFER",
                                "limits": {"max_region_bytes": 1 << 43}},
                   **CLUSTER, "rules": [{"who": "dns:*.example.org", "role": ["TRAINER"], "group": "llama-*", "any_owner": True}]}
-        (config,) = of_kind(chart(values), "ConfigMap")
-        with tempfile.NamedTemporaryFile("w", suffix=".textproto") as file:
-            file.write(config["data"]["refitd.textproto"])
-            file.flush()
-            settings = textproto.validate(file.name)
+        settings = kubernetes_test.validate(kubernetes_test.files_of_maps(chart(values)), "/etc/refitd/refitd.textproto")
         told = {path: textproto.get(settings, path) for path in (
             "staging.slots", "peers.wire_ms", "peers.interface", "catch_ups", "default_verification", "limits.max_region_bytes")}
         self.assertEqual(told, {"staging.slots": "8", "peers.wire_ms": "1000", "peers.interface": "eth0", "catch_ups": "false",
                                 "default_verification": "TRANSFER", "limits.max_region_bytes": str(1 << 43)})
-        self.assertEqual(settings["rule"][-1], {"who": ["dns:*.example.org"], "role": ["TRAINER"], "group": ["llama-*"], "any_owner": ["true"],
-                                               "owner": ["false"]})
+        rule = {name: settings["rule"][-1][name] for name in ("who", "role", "group", "any_owner")}
+        self.assertEqual(rule, {"who": ["dns:*.example.org"], "role": ["TRAINER"], "group": ["llama-*"], "any_owner": ["true"]})
 
     def test_alerts_lead_to_the_runbook_that_the_values_name(self):
         values = {"monitoring": {"labels": {"release": "p"}, "prometheusRule": {"enabled": True, "runbook": "https://r.example.org/x.html"}}}
@@ -226,6 +238,13 @@ class ChartTest(unittest.TestCase):
         spec = kubernetes_test.pod(resources)
         self.assertEqual(spec["imagePullSecrets"], [{"name": "s"}])
         self.assertEqual(spec["nodeSelector"], {"a": "b", "nvidia.com/gpu.present": "true"})
+
+
+    def test_values_that_would_leave_the_daemon_open_or_without_a_start_are_refused(self):
+        for values, expected in (({"hostNetwork": True}, "network policies do not guard"), ({"metrics": {"insecure": False}}, "there is no TLS")):
+            done = template(values)
+            self.assertNotEqual(done.returncode, 0, values)
+            self.assertIn(expected, done.stderr)
 
 
 class SchemaTest(unittest.TestCase):

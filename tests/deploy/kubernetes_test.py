@@ -4,8 +4,10 @@ Every check is tried with an error planted, so that none passes whatever it is g
 """
 
 import copy
+import functools
 import os
 import re
+import subprocess
 import tempfile
 import unittest
 
@@ -32,6 +34,10 @@ VARIANTS = {
     "gpu with cert-manager": ("overlays/gpu", ("components/cert-manager",)),
     "sidecar": ("sidecar", ()),
     "gpu": ("overlays/gpu", ()),
+    "gpu by CDI": ("overlays/gpu", ("components/cdi",)),
+    "gpu with NCCL of the node": ("overlays/gpu", ("components/nccl-of-node",)),
+    "gpu with RDMA in the node's network": ("overlays/gpu", ("components/cert-manager", "components/host-network", "components/rdma")),
+    "base in the node's network": ("base", ("components/cert-manager", "components/host-network")),
     "gpu with probes of gRPC": ("overlays/gpu", ("components/grpc-probes",)),
     "gpu with legacy IPC": ("overlays/gpu-legacy-ipc", ()),
     "sidecar with legacy IPC": ("overlays/sidecar-legacy-ipc", ()),
@@ -187,15 +193,17 @@ def check_security(resources):
     """Pod Security Standards' "restricted", a root that can't be written, and the exceptions by name."""
     spec = pod(resources)
     shared = spec["securityContext"]
-    for field in ("hostNetwork", "hostIPC"):
-        if spec.get(field):
-            yield "%s is set" % field
+    if spec.get("hostIPC"):
+        yield "hostIPC is set"
+    if spec.get("hostNetwork") and (not any(v["name"] == "tls" for v in spec["volumes"]) or spec.get("dnsPolicy") != "ClusterFirstWithHostNet"):
+        yield "hostNetwork is set, without certificates or the cluster's DNS"
     if shared.get("seccompProfile", {}).get("type") != "RuntimeDefault":
         yield "no seccomp profile"
     if spec.get("automountServiceAccountToken") is not False:
         yield "a token of the API server is mounted"
     for v in spec["volumes"]:
-        if v.get("hostPath", {}).get("path", "/run/refitd") != "/run/refitd":
+        allowed = "/opt/nccl/lib" if v["name"] == "nccl" else "/run/refitd"
+        if v.get("hostPath", {}).get("path", allowed) != allowed:
             yield "volume %s: %s of the node" % (v["name"], v["hostPath"]["path"])
     for c in containers(spec):
         own = {**shared, **c.get("securityContext", {})}
@@ -257,22 +265,48 @@ def check_tls(spec, daemon, settings, resources):
         yield "no rule lets anybody in over TLS"
 
 
+def files_of_maps(resources):
+    """{path in refitd's container: text} of the maps that it mounts."""
+    maps = {c["metadata"]["name"]: c["data"] for c in of_kind(resources, "ConfigMap")}
+    volumes = {v["name"]: maps.get(v["configMap"]["name"], {}) for v in pod(resources)["volumes"] if "configMap" in v}
+    return {os.path.join(m["mountPath"], name): text for m in container(resources, "refitd")["volumeMounts"]
+            for name, text in volumes.get(m["name"], {}).items()}
+
+
+def validate(files, config, variables=None):
+    """The settings in force with these files, of which one is the configuration and names the others, and with these variables."""
+    with tempfile.TemporaryDirectory() as folder:
+        for path, text in files.items():
+            os.makedirs(folder + os.path.dirname(path), exist_ok=True)
+            with open(folder + path, "w") as file:
+                for other in files:
+                    text = text.replace('"%s"' % other, '"%s"' % (folder + other))
+                file.write(text)
+        return textproto.validate(folder + config, variables)
+
+
+@functools.lru_cache(maxsize=None)
+def known_variables():
+    """The variables that set something: a flag's name in capitals. Others would be ignored."""
+    done = subprocess.run([textproto.REFITD, "--help"], env={}, capture_output=True, text=True, timeout=textproto.SECONDS, check=True)
+    return {"REFITD_" + name.upper().replace("-", "_") for name in re.findall(r"--([a-z][a-z-]*)", done.stdout)}
+
+
 def check_configuration(resources):
-    """The file is one that refitd takes, and the pod fits what it says."""
-    (config_map,) = [c for c in of_kind(resources, "ConfigMap") if "spiffe-helper" not in c["metadata"]["name"]]
+    """The files are such that refitd takes them, and the pod fits what they say."""
     spec, daemon = pod(resources), container(resources, "refitd")
-    (name, text), = config_map["data"].items()
-    with tempfile.NamedTemporaryFile("w", suffix=".textproto") as file:
-        file.write(text)
-        file.flush()
-        try:
-            settings = textproto.validate(file.name)
-        except AssertionError as error:
-            yield str(error)
-            return
-    (folder,) = [m["mountPath"] for m in daemon["volumeMounts"] if m["name"] == "config"]
-    if daemon["args"] != ["--config", os.path.join(folder, name)]:
-        yield "the file is at %s/%s, refitd is given %s" % (folder, name, daemon["args"])
+    files = files_of_maps(resources)
+    if daemon["args"][0] != "--config" or daemon["args"][1:] != [path for path in files if path.endswith("/refitd.textproto")]:
+        yield "the files are %s, refitd is given %s" % (sorted(files), daemon["args"])
+        return
+    variables = {v["name"]: v.get("value", "a-node") for v in daemon.get("env", []) if v["name"].startswith("REFITD_")}
+    for name in set(variables) - known_variables():
+        yield "container refitd: no setting has the variable %s" % name
+    try:
+        settings = validate(files, daemon["args"][1], variables)
+    except AssertionError as error:
+        yield str(error)
+        return
 
     socket = textproto.get(settings, "listen.unix_path")
     for c in containers(spec):
@@ -391,12 +425,12 @@ class KubernetesTest(unittest.TestCase):
         self.assertEqual([c["name"] for c in spec["containers"]], ["engine"])
 
     def test_gpus_come_by_the_runtime_class(self):
-        for variant in ("gpu", "gpu with legacy IPC", "sidecar with legacy IPC"):
+        for variant in ("gpu", "gpu by CDI", "gpu with legacy IPC", "sidecar with legacy IPC"):
             with self.subTest(variant):
                 resources = render(variant)
                 environment = {e["name"]: e.get("value") for e in container(resources, "refitd")["env"]}
                 self.assertRegex(container(resources, "refitd")["image"], ":.*-gpu$")  # the image with NCCL
-                self.assertEqual(pod(resources)["runtimeClassName"], "nvidia")
+                self.assertEqual(pod(resources).get("runtimeClassName"), None if variant == "gpu by CDI" else "nvidia")
                 self.assertEqual(environment["NVIDIA_VISIBLE_DEVICES"], "all")
 
     def test_process_namespaces_are_shared_for_legacy_ipc_only(self):
@@ -509,7 +543,7 @@ class PlantedTest(unittest.TestCase):
             (lambda r: pod(r)["securityContext"].pop("seccompProfile"), "no seccomp profile"),
             (lambda r: pod(r).update(hostNetwork=True), "hostNetwork"),
             (lambda r: pod(r).pop("automountServiceAccountToken"), "a token"),
-            (lambda r: pod(r)["volumes"][1]["hostPath"].update(path="/"), "/ of the node"),
+            (lambda r: pod(r)["volumes"][-1]["hostPath"].update(path="/"), "/ of the node"),
         )
         for plant, expected in plants:
             self.assert_found(plant, expected)
@@ -528,6 +562,10 @@ class PlantedTest(unittest.TestCase):
         def plant(r):
             of_kind(r, "ConfigMap")[0]["data"]["refitd.textproto"] += "nonsense: 1\n"
         self.assert_found(plant, "nonsense")
+
+    def test_a_variable_that_sets_nothing(self):
+        self.assert_found(lambda r: container(r, "refitd")["env"].append({"name": "REFITD_INTERFACE", "value": "x"}),
+                          "no setting has the variable REFITD_INTERFACE")
 
     def test_a_configuration_at_another_place(self):
         self.assert_found(lambda r: container(r, "refitd").update(args=["--config", "/etc/x"]), "refitd is given")
@@ -550,8 +588,7 @@ class PlantedTest(unittest.TestCase):
     def change_settings(self, old, new):
         def plant(r):
             for each in of_kind(r, "ConfigMap"):
-                text = each["data"].get("refitd.textproto", "")
-                each["data"]["refitd.textproto"] = text.replace(old, new)
+                each["data"] = {name: text.replace(old, new) for name, text in each["data"].items()}
         return plant
 
     def test_daemons_of_several_nodes_had_their_data_plane_on_loopback(self):
@@ -610,15 +647,12 @@ class PlantedTest(unittest.TestCase):
     def test_a_policy_that_refitd_refuses(self):
         def plant(r):
             for each in of_kind(r, "ConfigMap"):
-                if "refitd.textproto" in each["data"]:
-                    each["data"]["refitd.textproto"] += 'rule { who: "me" role: ENGINE group: "*" }\n'
+                if "rules.textproto" in each["data"]:
+                    each["data"]["rules.textproto"] += 'rule { who: "me" role: ENGINE group: "*" }\n'
         self.assert_found(plant, "rule[4].who", "base with cert-manager")
 
     def test_a_policy_that_lets_nobody_in_over_tls(self):
-        def plant(r):
-            for each in of_kind(r, "ConfigMap"):
-                lines = each["data"].get("refitd.textproto", "").splitlines(keepends=True)
-                each["data"]["refitd.textproto"] = "".join(line for line in lines if "rule { who: \"spiffe" not in line)
+        plant = self.change_settings('rule { who: "spiffe', '# rule { who: "spiffe')
         self.assert_found(plant, "no rule lets anybody in", "base with cert-manager")
 
     def test_a_pod_that_is_killed_while_it_drains(self):

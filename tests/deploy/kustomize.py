@@ -141,7 +141,8 @@ def apply_patch(folder, entry, resources):
 def generate_config_maps(folder, entries, resources):
     for entry in entries:
         where = "%s: configMapGenerator" % folder
-        check_keys(entry, {"name", "namespace", "files", "behavior"}, where)
+        check_keys(entry, {"name", "namespace", "files", "behavior", "options"}, where)
+        check_keys(entry.get("options", {}), {"disableNameSuffixHash"}, where)
         data = {}
         for name in entry["files"]:
             with open(inside(folder, name)) as file:

@@ -80,7 +80,8 @@ class NodesTest(unittest.TestCase):
         """Mounts what the DaemonSet mounts, and runs its container."""
         context = self.spec["securityContext"]
         user, group = context["runAsUser"], context["runAsGroup"]
-        (config,) = [c for c in of_kind(self.resources, "ConfigMap") if c["metadata"]["name"] == "refitd-config"]
+        maps = {c["metadata"]["name"]: c["data"] for c in of_kind(self.resources, "ConfigMap")}
+        volumes = {v["name"]: maps[v["configMap"]["name"]] for v in self.spec["volumes"] if "configMap" in v}
         (certificate,) = [c for c in of_kind(self.resources, "Certificate") if c["spec"]["secretName"] == "refitd-tls"]
         (uri,) = certificate["spec"]["uris"]
         files = self.authority.issue(pod.name, uri)
@@ -89,8 +90,8 @@ class NodesTest(unittest.TestCase):
             top, _, place = mount["mountPath"].lstrip("/").partition("/")
             folder = os.path.join(self.folder, pod.name, top, place)
             os.makedirs(folder, exist_ok=True)
-            if mount["name"] == "config":
-                for name, text in config["data"].items():
+            if mount["name"] in volumes:
+                for name, text in volumes[mount["name"]].items():
                     with open(os.path.join(folder, name), "w") as file:
                         file.write(text)
             elif mount["name"] == "tls":
@@ -169,6 +170,17 @@ class NodesTest(unittest.TestCase):
         self.start(self.a)
         self.assert_weights_cross(self.a, "g")
         self.assertIn("daemon node-a", self.log(self.b))
+
+    def test_a_changed_map_of_rules_counts_without_a_rollout(self):
+        self.assert_weights_cross(self.a, "g")
+        (rules,) = [c["data"]["rules.textproto"] for c in of_kind(self.resources, "ConfigMap") if "rules.textproto" in c["data"]]
+        place = os.path.join(self.folder, self.a.name, "etc/refitd-rules/rules.textproto")
+        with open(place + ".new", "w") as file:
+            file.write(rules.replace("gid:10001", "gid:10002"))
+        os.rename(place + ".new", place)
+        self.wait_for(self.a, "policy changed")
+        _, errors = self.start_engine(self.a, "g").communicate(timeout=SECONDS)
+        self.assertIn("uid:20001 may not be engine", errors)
 
     def test_the_policies_let_in_whom_they_name_and_nobody_else(self):
         ports = self.cluster.ports

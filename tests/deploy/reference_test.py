@@ -11,7 +11,7 @@ TREE = os.path.dirname(os.path.dirname(os.path.realpath("docs/quickstart.md")))
 BINARIES = [os.path.realpath("daemon/refitd"), os.path.realpath("daemon/refitctl/refitctl")]
 sys.path.insert(0, os.path.join(TREE, "tools"))
 # The chart decides these settings by values of its own.
-OF_THE_CHART = r"(listen|tls|rule|metrics)\..*|allowed_[ug]ids|daemon_id|peers\.(listen|identity|interface)|data\.port"
+OF_THE_CHART = r"(listen|tls|rule|metrics)\..*|allowed_[ug]ids|rules_file|daemon_id|peers\.(listen|identity|interface)|data\.port"
 
 import reference  # noqa: E402
 import reference_api  # noqa: E402

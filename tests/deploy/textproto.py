@@ -35,10 +35,10 @@ def parse(text):
     return stack[0]
 
 
-def validate(path):
-    """The settings in force with the file at `path`. Raises AssertionError with refitd's own words, also for a warning."""
+def validate(path, variables=None):
+    """The settings in force with the file at `path`, and these variables. Raises AssertionError with refitd's own words, also for a warning."""
     done = subprocess.run(
-        [REFITD, "--config", path, "--validate"], env={}, capture_output=True, text=True, timeout=SECONDS, check=False)
+        [REFITD, "--config", path, "--validate"], env=variables or {}, capture_output=True, text=True, timeout=SECONDS, check=False)
     if done.returncode != 0:
         raise AssertionError("refitd --validate ended with %d: %s" % (done.returncode, done.stderr))
     if done.stderr:

@@ -404,6 +404,26 @@ TEST_CASE("a group is its first trainer's, until another identity replaces it") 
   CHECK_FALSE(Train(daemon.address(), certified.Issue("t"), "g").ok());
 }
 
+TEST_CASE("a file of rules counts within seconds after it changed, without a signal") {
+  Certified certified("");  // the settings themselves name nobody over TLS
+  const std::string rules = certified / "further";
+  std::ofstream(rules) << "";
+  Daemon daemon(
+      Flags(certified.Issue("refitd/a"), {"--listen-tcp=127.0.0.1:0", "--rules-file=" + rules}));
+  const auto train = [&] { return Train(daemon.address(), certified.Issue("t"), "g").status(); };
+  CHECK(absl::IsPermissionDenied(train()));
+  std::ofstream(rules) << kOpenRules;
+  REQUIRE(LogHas(&daemon, "policy changed"));
+  CHECK(train().ok());
+
+  std::ofstream(rules) << kOpenRules << "daemon_id: \"other\"";
+  REQUIRE(LogHas(&daemon, "daemon_id is set, but rules_file may have rules"));
+  CHECK(train().ok());
+  std::filesystem::remove(rules);
+  REQUIRE(LogHas(&daemon, "policy not taken over: " + rules + ": No such file"));
+  CHECK(train().ok());
+}
+
 TEST_CASE("a changed policy counts at once and ends no lease, and a bad one is not taken over") {
   Certified certified;
   const std::string audit = certified / "audit";

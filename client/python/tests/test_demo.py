@@ -15,6 +15,18 @@ from support import wait_until
 
 COMMAND = [sys.executable, "-m", "refitd.demo"]
 SECONDS = 2 * demo.LIMIT_SECONDS
+# The demo, which stays where it is after the first version until a signal comes.
+STAYING = """
+import signal, sys
+from refitd import demo
+move = demo._move
+def stay(ranks, engine, version, say):
+    if version == 2:
+        signal.pause()
+    return move(ranks, engine, version, say)
+demo._move = stay
+sys.exit(demo.main([]))
+"""
 GOOD = demo.Report(
     "0",
     tuple(demo.Version(version, demo.MODEL_BYTES, 0.1, version, demo.MODEL_BYTES, 0) for version in (1, 2, 3))
@@ -74,7 +86,9 @@ class EndTest(unittest.TestCase):
     def interrupt(self, number):
         """Sends the signal once weights move. Returns the exit status; everything has ended, or ends soon."""
         processes = Processes()
-        with subprocess.Popen(COMMAND, env=processes.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        command = [sys.executable, "-c", STAYING]
+        with subprocess.Popen(command, env=processes.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+            self.addCleanup(run.kill)
             told = next((line for line in run.stdout if line.startswith("version")), None)
             self.assertIsNotNone(told)
             started = processes.commands()

@@ -198,6 +198,7 @@ TEST_CASE("A trainer rank's layout describes all that Megatron or FSDP keeps the
 
 TEST_CASE("A block that trainers' shards cut arrives whole: each of them has its scale") {
   ModelConfig config = TinyModel({.model = "moonlight-16b-a3b", .fp8 = true});
+  config.hidden = 24;   // whole blocks, from which their size is found
   config.moe_ffn = 24;  // 3 blocks: 12 rows a trainer of two
   const Mapping mapping = {.fp8 = true, .trainer = {.world = 2, .etp = 2}};
   const auto trainers = TrainerLayouts(mapping, config);

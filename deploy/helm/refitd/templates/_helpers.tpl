@@ -29,16 +29,22 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
-{{/* Everything that the daemon is told, as YAML named as in daemon/config.proto. */}}
+{{/* The daemon's settings, as YAML named as in daemon/config.proto. */}}
 {{- define "refitd.settings" -}}
+{{- if and .Values.hostNetwork (not .Values.cluster.enabled) }}
+{{- fail "hostNetwork is true, but cluster.enabled is not: network policies do not guard the node's network, certificates do" }}
+{{- end }}
+{{- if not (or .Values.metrics.insecure .Values.cluster.enabled) }}
+{{- fail "metrics.insecure is false, but cluster.enabled is not: without certificates there is no TLS" }}
+{{- end }}
 {{- $settings := deepCopy .Values.settings }}
 {{- $_ := mergeOverwrite $settings (dict
     "listen" (dict "unix_path" "/run/refitd/refitd.sock" "unix_mode" "0660")
-    "metrics" (dict "listen" (printf "0.0.0.0:%d" (int .Values.metrics.port)) "insecure" .Values.metrics.insecure)) }}
+    "metrics" (dict "listen" (printf "0.0.0.0:%d" (int .Values.metrics.port)) "insecure" .Values.metrics.insecure)
+    "rules_file" "/etc/refitd-rules/rules.textproto") }}
 {{- if .Values.metrics.page }}
 {{- $_ := set $settings.metrics "page" true }}
 {{- end }}
-{{- $rules := .Values.rules }}
 {{- if .Values.cluster.enabled }}
 {{- with .Values.cluster }}
 {{- $_ := mergeOverwrite $settings (deepCopy .settings) (dict
@@ -47,18 +53,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
         "identity" (printf "spiffe://%s/refitd/*" .trustDomain) "interface" .interface)
     "data" (dict "port" .ports.data)
     "tls" (dict "certificate" "/etc/refitd-tls/tls.crt" "key" "/etc/refitd-tls/tls.key" "roots" "/etc/refitd-tls/ca.crt")) }}
-{{- $rules = concat .rules $rules }}
 {{- end }}
-{{- else if .Values.allowedGids }}
-{{- $_ := set $settings "allowed_gids" .Values.allowedGids }}
-{{- end }}
-{{- range $rule := $rules }}
-{{- $_ := set $rule "who" (tpl $rule.who $) }}
-{{- end }}
-{{- with $rules }}
-{{- $_ := set $settings "rule" . }}
 {{- end }}
 {{- toYaml $settings }}
+{{- end }}
+
+{{/* Who may do what, named likewise. */}}
+{{- define "refitd.rules" -}}
+{{- $rules := list }}
+{{- range $rule := ternary (concat .Values.cluster.rules .Values.rules) .Values.rules .Values.cluster.enabled }}
+{{- $rules = append $rules (set (deepCopy $rule) "who" (tpl $rule.who $)) }}
+{{- end }}
+{{- toYaml (dict "allowed_gids" (ternary list .Values.allowedGids .Values.cluster.enabled) "rule" $rules) }}
 {{- end }}
 
 {{/* Probes ask over the unix socket, as members do. */}}
