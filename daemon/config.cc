@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "absl/strings/escaping.h"
+#include "daemon/process/flag_text.h"
 #include "daemon/process/version.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
@@ -33,8 +34,8 @@ using google::protobuf::TextFormat;
 
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
 
-// One setting: its flag `--name`, its variable REFITD_NAME, and its field in the file. A number
-// must be `least` to `most` (P10).
+// One setting: its flag `--name`, its variable REFITD_NAME, and its field in the file, whose name
+// the flag has. A number must be `least` to `most` (P10).
 struct Setting {
   const char* name;
   const char* field;
@@ -44,10 +45,10 @@ struct Setting {
 };
 
 constexpr std::array kSettings = {
-    Setting{"listen-unix", "listen.unix_path", "path of the control plane's unix socket"},
+    Setting{"listen-unix-path", "listen.unix_path", "path of the control plane's unix socket"},
     Setting{"listen-unix-mode", "listen.unix_mode", "mode of the sockets' files, octal"},
     Setting{"listen-tcp", "listen.tcp", "further listeners, HOST:PORT[,HOST:PORT...]"},
-    Setting{"insecure", "listen.insecure",
+    Setting{"listen-insecure", "listen.insecure",
             "allow TCP without TLS: no encryption, no authentication"},
     Setting{"tls-certificate", "tls.certificate", "this daemon's certificate and its chain, PEM"},
     Setting{"tls-key", "tls.key", "the certificate's private key, PEM"},
@@ -60,59 +61,65 @@ constexpr std::array kSettings = {
     Setting{"log-format", "log.format", "text or json"},
     Setting{"log-level", "log.level", "debug, info, warning or error"},
     Setting{"log-file", "log.file", "file to append to; empty: stderr"},
-    Setting{"default-duration-ms", "limits.default_duration_ms",
+    Setting{"limits-default-duration-ms", "limits.default_duration_ms",
             "of an update whose Begin says none"},
-    Setting{"max-duration-ms", "limits.max_duration_ms", "that Begin may ask for", 1, kMaxLimitMs},
-    Setting{"ready-ms", "limits.ready_ms", "Prepare to Ready", 1, kMaxLimitMs},
-    Setting{"ack-ms", "limits.ack_ms", "a bucket to its acknowledgement", 1, kMaxLimitMs},
-    Setting{"idle-ms", "limits.idle_ms", "an update without any call", 1, kMaxLimitMs},
-    Setting{"lease-ms", "limits.lease_ms", "a leased slot not submitted", 1, kMaxLimitMs},
-    Setting{"compare-every", "limits.compare_every",
+    Setting{"limits-max-duration-ms", "limits.max_duration_ms", "that Begin may ask for", 1,
+            kMaxLimitMs},
+    Setting{"limits-ready-ms", "limits.ready_ms", "Prepare to Ready", 1, kMaxLimitMs},
+    Setting{"limits-ack-ms", "limits.ack_ms", "a bucket to its acknowledgement", 1, kMaxLimitMs},
+    Setting{"limits-idle-ms", "limits.idle_ms", "an update without any call", 1, kMaxLimitMs},
+    Setting{"limits-lease-ms", "limits.lease_ms", "a leased slot not submitted", 1, kMaxLimitMs},
+    Setting{"limits-compare-every", "limits.compare_every",
             "versions in which all replicas are compared, a part each", 1,
             kMaxConfiguredCompareEvery},
-    Setting{"outstanding-buckets", "limits.outstanding_buckets", "unanswered buckets of a rank", 1,
-            kMaxConfiguredOutstanding},
-    Setting{"inline-bytes", "limits.inline_bytes", "tensor bytes inside one call"},
-    Setting{"message-bytes", "limits.message_bytes", "of any gRPC message",
+    Setting{"limits-outstanding-buckets", "limits.outstanding_buckets",
+            "unanswered buckets of a rank", 1, kMaxConfiguredOutstanding},
+    Setting{"limits-inline-bytes", "limits.inline_bytes", "tensor bytes inside one call"},
+    Setting{"limits-message-bytes", "limits.message_bytes", "of any gRPC message",
             kMinMessageBytes + kMessageOverheadBytes, kMaxMessageBytes},
-    Setting{"max-groups", "limits.max_groups", "groups of this daemon", 1, kMaxConfiguredGroups},
-    Setting{"max-members", "limits.max_members", "members of all groups", 1, kMaxConfiguredMembers},
-    Setting{"identity-groups", "limits.per_identity.groups", "that an identity made; 0: any", 0},
-    Setting{"identity-members", "limits.per_identity.members", "of an identity; 0: any", 0},
-    Setting{"identity-regions", "limits.per_identity.regions", "of an identity; 0: any", 0},
-    Setting{"identity-pool-bytes", "limits.per_identity.pool_bytes",
+    Setting{"limits-max-groups", "limits.max_groups", "groups of this daemon", 1,
+            kMaxConfiguredGroups},
+    Setting{"limits-max-members", "limits.max_members", "members of all groups", 1,
+            kMaxConfiguredMembers},
+    Setting{"limits-per-identity-groups", "limits.per_identity.groups",
+            "that an identity made; 0: any", 0},
+    Setting{"limits-per-identity-members", "limits.per_identity.members", "of an identity; 0: any",
+            0},
+    Setting{"limits-per-identity-regions", "limits.per_identity.regions", "of an identity; 0: any",
+            0},
+    Setting{"limits-per-identity-pool-bytes", "limits.per_identity.pool_bytes",
             "pools of the groups that an identity made; 0: any", 0},
-    Setting{"identity-updates", "limits.per_identity.updates",
+    Setting{"limits-per-identity-updates", "limits.per_identity.updates",
             "running updates that an identity began; 0: any", 0},
-    Setting{"identity-mapped-bytes", "limits.per_identity.mapped_bytes",
+    Setting{"limits-per-identity-mapped-bytes", "limits.per_identity.mapped_bytes",
             "host memory of an identity's members, mapped; 0: any", 0},
-    Setting{"identity-held-bytes", "limits.per_identity.held_bytes",
+    Setting{"limits-per-identity-held-bytes", "limits.per_identity.held_bytes",
             "layouts and inline bytes of an identity's members; 0: any", 0},
-    Setting{"group-idle-ms", "limits.group_idle_ms", "a group without a member is given up", 1,
-            kMaxLimitMs},
-    Setting{"max-region-bytes", "limits.max_region_bytes", "of one region", kSlotBytesMultiple,
-            kMaxConfiguredRegionBytes},
-    Setting{"mapped-bytes", "limits.mapped_bytes",
+    Setting{"limits-group-idle-ms", "limits.group_idle_ms", "a group without a member is given up",
+            1, kMaxLimitMs},
+    Setting{"limits-max-region-bytes", "limits.max_region_bytes", "of one region",
+            kSlotBytesMultiple, kMaxConfiguredRegionBytes},
+    Setting{"limits-mapped-bytes", "limits.mapped_bytes",
             "host memory mapped for members; 0: four times the machine's", 0},
-    Setting{"held-bytes", "limits.held_bytes",
+    Setting{"limits-held-bytes", "limits.held_bytes",
             "layouts and inline bytes of members; 0: a quarter of the machine's memory", 0},
-    Setting{"slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none",
+    Setting{"staging-slot-bytes", "staging.slot_bytes", "of a staging slot where a group says none",
             kMinSlotBytes, kMaxSlotBytes},
-    Setting{"slots", "staging.slots", "staging slots where a group says none", kMinConfiguredSlots,
-            kMaxConfiguredSlots},
-    Setting{"max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
+    Setting{"staging-slots", "staging.slots", "staging slots where a group says none",
+            kMinConfiguredSlots, kMaxConfiguredSlots},
+    Setting{"staging-max-pool-bytes", "staging.max_pool_bytes", "pools of all groups together"},
     Setting{"metrics-listen", "metrics.listen", "HOST:PORT that Prometheus scrapes; empty: off"},
     Setting{"metrics-insecure", "metrics.insecure", "allow metrics without TLS, true or false"},
     Setting{"metrics-page", "metrics.page",
             "a page for browsers beside the metrics, true or false"},
     Setting{"daemon-id", "daemon_id", "this daemon among others; empty: the host's name"},
-    Setting{"advertise", "peers.advertise", "HOST:PORT that other nodes know this daemon by"},
+    Setting{"peers-advertise", "peers.advertise", "HOST:PORT that other nodes know this daemon by"},
     Setting{"peers-listen", "peers.listen",
             "listeners for links alone, HOST:PORT[,...]; empty: listen.tcp takes links"},
     Setting{
         "peers-identity", "peers.identity",
         "who other daemons are, such as spiffe://DOMAIN/refitd/*; empty: who a rule names PEER"},
-    Setting{"data-interface", "peers.interface",
+    Setting{"peers-interface", "peers.interface",
             "network interface of the data plane: trusted where that is not encrypted"},
     Setting{"data-unencrypted", "data.unencrypted",
             "weights in the clear between daemons though there is TLS, true or false"},
@@ -120,19 +127,20 @@ constexpr std::array kSettings = {
     Setting{"data-streams", "data.streams",
             "connections of the data plane between two daemons; 0: the daemon chooses", 0,
             kMaxConfiguredStreams},
-    Setting{"peer-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost",
+    Setting{"peers-silence-ms", "peers.silence_ms", "a daemon that is silent for so long is lost",
             kMinSilenceMs, kMaxLimitMs},
-    Setting{"relay-slow-ms", "peers.relay_slow_ms",
+    Setting{"peers-relay-slow-ms", "peers.relay_slow_ms",
             "updates leave a daemon that holds them back for longer to catch-ups; 0: none", 0,
             kMaxLimitMs},
-    Setting{"wire-ms", "peers.wire_ms", "one collective, connecting, or waiting for a busy wire", 1,
-            kMaxLimitMs},
-    Setting{"readiness-ms", "peers.readiness_ms",
+    Setting{"peers-wire-ms", "peers.wire_ms",
+            "one collective, connecting, or waiting for a busy wire", 1, kMaxLimitMs},
+    Setting{"peers-readiness-ms", "peers.readiness_ms",
             "instances' last known readiness counts for so long without the coordinator; 0: none",
             0, kMaxLimitMs},
-    Setting{"copy-threads", "host.copy_threads", "of the host transport; 0: one a core, at most 16",
-            0, kMaxConfiguredCopyThreads},
-    Setting{"cuda", "cuda.enabled", "serve GPU memory where there is a driver, true or false"},
+    Setting{"host-copy-threads", "host.copy_threads",
+            "of the host transport; 0: one a core, at most 16", 0, kMaxConfiguredCopyThreads},
+    Setting{"cuda-enabled", "cuda.enabled",
+            "serve GPU memory where there is a driver, true or false"},
     Setting{"cuda-copy-blocks", "cuda.copy_blocks", "thread blocks of a copy kernel", 1,
             kMaxConfiguredCopyBlocks},
     Setting{"cuda-device-ms", "cuda.device_ms", "device work that takes longer has failed", 1,
@@ -147,11 +155,47 @@ constexpr std::array kSettings = {
             "late instances get the version from clean ones, true or false"},
 };
 
-std::string VariableOf(const Setting& setting) {
-  std::string name = std::string("REFITD_") + setting.name;
+constexpr bool IsNamedAsField(const Setting& setting) {
+  const std::string_view name = setting.name;
+  const std::string_view field = setting.field;
+  for (size_t i = 0; i < field.size() && i < name.size(); ++i) {
+    const char written = field[i] == '.' || field[i] == '_' ? '-' : field[i];
+    if (name[i] != written) return false;
+  }
+  return name.size() == field.size();
+}
+static_assert(std::all_of(kSettings.begin(), kSettings.end(), IsNamedAsField));
+
+// Second names of flags, and so of variables.
+constexpr std::array<std::pair<std::string_view, std::string_view>, 4> kAliases = {
+    {{"listen-unix-path", "listen-unix"},
+     {"listen-insecure", "insecure"},
+     {"staging-slot-bytes", "slot-bytes"},
+     {"peers-interface", "data-interface"}}};
+
+// The names of the setting's flag; the last one is its field's.
+std::vector<std::string> NamesOf(const Setting& setting) {
+  std::vector<std::string> names;
+  for (const auto& [name, alias] : kAliases) {
+    if (name == setting.name) names.emplace_back(alias);
+  }
+  names.emplace_back(setting.name);
+  return names;
+}
+
+std::string VariableOf(std::string_view flag) {
+  std::string name = fmt::format("REFITD_{}", flag);
   for (char& c : name) c = c == '-' ? '_' : static_cast<char>(std::toupper(c));
   return name;
 }
+
+bool IsDuration(const FieldDescriptor& field) {
+  return std::string_view(field.name()).ends_with("_ms");
+}
+bool IsSize(const FieldDescriptor& field) {
+  return std::string_view(field.name()).ends_with("_bytes");
+}
+bool IsMode(const FieldDescriptor& field) { return field.name() == "unix_mode"; }
 
 // ---- text to fields ----
 
@@ -169,10 +213,17 @@ std::pair<ProtoMessage*, const FieldDescriptor*> Resolve(Config* config, std::st
   }
 }
 
-// "64MiB" becomes 67108864 if `field` counts bytes; other fields take plain numbers, modes octal
-// ones.
+constexpr std::array<std::pair<std::string_view, int>, 4> kSizeUnits = {
+    {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}}};
+
+// "64MiB" becomes 67108864 if `field` counts bytes, and "30s" 30000 if it counts milliseconds;
+// other fields take plain numbers, modes octal ones.
 absl::StatusOr<int64_t> ParseNumber(std::string_view text, const FieldDescriptor& field) {
-  const bool octal = field.name() == "unix_mode";
+  if (IsDuration(field)) {
+    REFITD_ASSIGN_OR_RETURN(const auto duration, ParseDuration(text, std::chrono::milliseconds(1)));
+    return duration.count();
+  }
+  const bool octal = IsMode(field);
   int64_t number = 0;
   const char* const end = text.data() + text.size();
   const auto [rest, error] = std::from_chars(text.data(), end, number, octal ? 8 : 10);
@@ -181,10 +232,8 @@ absl::StatusOr<int64_t> ParseNumber(std::string_view text, const FieldDescriptor
   }
   const std::string_view unit(rest, static_cast<size_t>(end - rest));
   if (unit.empty()) return number;
-  constexpr std::array<std::pair<std::string_view, int>, 4> kUnits = {
-      {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"TiB", 40}}};
-  for (const auto& [name, shift] : kUnits) {
-    if (unit != name || !std::string_view(field.name()).ends_with("_bytes")) continue;
+  for (const auto& [name, shift] : kSizeUnits) {
+    if (unit != name || !IsSize(field)) continue;
     const int64_t most = std::numeric_limits<int64_t>::max() >> shift;
     if (number > most || number < -most) break;
     return number * (int64_t{1} << shift);
@@ -574,27 +623,119 @@ struct CommandLine {
   std::optional<std::string> help;
 };
 
+std::string Lowercase(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return text;
+}
+
+// What the help says of the values that the setting takes.
+std::string TypeOf(const FieldDescriptor& field) {
+  if (field.is_repeated()) return "LIST";
+  if (IsDuration(field)) return "DURATION";
+  if (IsSize(field)) return "SIZE";
+  if (IsMode(field)) return "OCTAL";
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_STRING:
+      return "TEXT";
+    case FieldDescriptor::CPPTYPE_BOOL:
+      return "BOOL";
+    case FieldDescriptor::CPPTYPE_ENUM:
+      break;
+    default:
+      return "INT";
+  }
+  std::string values;
+  for (int i = 0; i < field.enum_type()->value_count(); ++i) {
+    values += (i == 0 ? "" : "|") + Lowercase(field.enum_type()->value(i)->name());
+  }
+  return values;
+}
+
+std::string SizeText(int64_t bytes) {
+  for (auto unit = kSizeUnits.rbegin(); unit != kSizeUnits.rend(); ++unit) {
+    const int64_t size = int64_t{1} << unit->second;
+    if (bytes != 0 && bytes % size == 0) return fmt::format("{}{}", bytes / size, unit->first);
+  }
+  return fmt::format("{}", bytes);
+}
+
+// As the flag takes it; empty: there is none, or it is an empty text.
+std::string DefaultOf(const FieldDescriptor& field) {
+  if (!field.has_default_value()) return "";
+  switch (field.cpp_type()) {
+    case FieldDescriptor::CPPTYPE_STRING:
+      return field.default_value_string();
+    case FieldDescriptor::CPPTYPE_BOOL:
+      return field.default_value_bool() ? "true" : "false";
+    case FieldDescriptor::CPPTYPE_ENUM:
+      return Lowercase(field.default_value_enum()->name());
+    case FieldDescriptor::CPPTYPE_UINT32:
+      return fmt::format("0{:o}", field.default_value_uint32());  // a mode
+    case FieldDescriptor::CPPTYPE_INT32:
+      return fmt::format("{}", field.default_value_int32());
+    default:
+      break;
+  }
+  const int64_t value = field.default_value_int64();
+  if (IsDuration(field)) return FormatDuration(std::chrono::milliseconds(value));
+  return IsSize(field) ? SizeText(value) : fmt::format("{}", value);
+}
+
+// Adds the setting's flag under the heading of its message.
+CLI::Option* AddFlag(const Setting& setting, std::string* value, CLI::App* app) {
+  Config schema;
+  const FieldDescriptor& field = *Resolve(&schema, setting.field).second;
+  std::string names;
+  for (const std::string& name : NamesOf(setting)) {
+    names = fmt::format("--{}{}{}", name, names.empty() ? "" : ",", names);
+  }
+  CLI::Option* const option = app->add_option(names, *value, setting.help);
+  const std::string_view path = setting.field;
+  const size_t dot = path.find('.');
+  option->group(dot == std::string_view::npos ? "General" : std::string(path.substr(0, dot)));
+  // CLI11 would take a default of its own for the value of a flag that stands alone.
+  const std::string standard = DefaultOf(field);
+  option->type_name(TypeOf(field) + (standard.empty() ? "" : "=" + standard));
+  const bool flag = !field.is_repeated() && field.cpp_type() == FieldDescriptor::CPPTYPE_BOOL;
+  if (flag) option->expected(0, 1);  // alone it means true
+  return option;
+}
+
+// The flag that was likely meant; empty: none is alike.
+std::string LikelyFlag(const std::string& word) {
+  std::vector<std::string> flags;
+  for (const Setting& setting : kSettings) flags.push_back(fmt::format("--{}", setting.name));
+  if (!word.starts_with("--")) return "";
+  const std::string end = word.substr(1, word.find('=') - 1);  // "-ready-ms" of "--ready-ms=1"
+  const auto longer = std::find_if(flags.begin(), flags.end(),
+                                   [&end](const std::string& flag) { return flag.ends_with(end); });
+  return longer != flags.end() ? *longer : Nearest("-" + end, flags);
+}
+
+absl::Status Unexpected(const std::string& word) {
+  const std::string likely = LikelyFlag(word);
+  return Error(kInvalid, "refitd takes no \"{}\"{} (refitd --help lists the flags)", word,
+               likely.empty() ? "" : fmt::format("; did you mean {}?", likely));
+}
+
 // Only this function sees CLI11's exceptions.
 absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
   CommandLine line;
   CLI::App app("refitd: keeps inference engines' weights in step with their trainers'.", "refitd");
   app.footer(
-      "Each setting is also a variable (--slot-bytes: REFITD_SLOT_BYTES) and a field of the file;\n"
-      "flags win over variables, variables over the file. Exit codes: 0 done, 1 failed while "
-      "running,\n"
-      "2 bad flag, variable or file, 3 socket or port in use.");
+      "Each setting is also a field of the file (--staging-slot-bytes: staging.slot_bytes) and a\n"
+      "variable (REFITD_STAGING_SLOT_BYTES); flags win over variables, variables over the file.\n"
+      "DURATION: 500ms, 30s, 2m, 1h, or milliseconds; SIZE: 64MiB, or bytes; LIST: A,B,C.\n"
+      "Exit codes: 0 done, 1 failed while running, 2 bad flag, variable or file,\n"
+      "3 socket or port in use.");
   app.add_option("--config", line.config_file, "file of settings, textproto (REFITD_CONFIG)");
   app.add_flag("--validate", line.validate, "check the configuration, print it, and exit");
   bool version = false;
   app.add_flag("--version", version, "print version and build, and exit");
   std::array<CLI::Option*, kSettings.size()> options{};
   for (size_t i = 0; i < kSettings.size(); ++i) {
-    const Setting& setting = kSettings[i];
-    options[i] = app.add_option(std::string("--") + setting.name, line.values[i],
-                                fmt::format("{} ({})", setting.help, setting.field));
-    // --insecure, --metrics-insecure and --metrics-page alone mean true.
-    const std::string_view name = setting.name;
-    if (name.ends_with("insecure") || name == "metrics-page") options[i]->expected(0, 1);
+    options[i] = AddFlag(kSettings[i], &line.values[i], &app);
   }
   try {
     std::reverse(argv.begin(), argv.end());  // CLI11 wants them reversed
@@ -603,6 +744,9 @@ absl::StatusOr<CommandLine> ParseCommandLine(std::vector<std::string> argv) {
     line.help = app.help();
     return line;
   } catch (const CLI::ParseError& error) {
+    if (const auto unexpected = app.remaining(); !unexpected.empty()) {
+      return Unexpected(unexpected.front());
+    }
     return Error(kInvalid, "{} (refitd --help lists the flags)", error.what());
   }
   for (size_t i = 0; i < kSettings.size(); ++i) {
@@ -678,10 +822,11 @@ absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
     REFITD_RETURN_IF_ERROR(ParseConfigFile(invocation.source, &config));
   }
   for (const Setting& setting : kSettings) {
-    const std::string variable = VariableOf(setting);
-    const auto found = environment.find(variable);
-    if (found == environment.end()) continue;
-    REFITD_RETURN_IF_ERROR(Apply(setting, found->second, variable, &config));
+    for (const std::string& name : NamesOf(setting)) {  // the field's name wins
+      const auto found = environment.find(VariableOf(name));
+      if (found == environment.end()) continue;
+      REFITD_RETURN_IF_ERROR(Apply(setting, found->second, found->first, &config));
+    }
   }
   for (size_t i = 0; i < kSettings.size(); ++i) {
     if (!line.given[i]) continue;

@@ -70,9 +70,9 @@ TEST_CASE("Flags win over variables and variables over the file") {
     log { format: JSON }
   )");
   const auto loaded =
-      Load({"--config", file, "--ready-ms=3000", "--log-level", "debug", "--insecure"},
-           {{"REFITD_READY_MS", "9"},
-            {"REFITD_ACK_MS", "2500"},
+      Load({"--config", file, "--limits-ready-ms=3000", "--log-level", "debug", "--insecure"},
+           {{"REFITD_LIMITS_READY_MS", "9"},
+            {"REFITD_LIMITS_ACK_MS", "2500"},
             {"REFITD_LISTEN_TCP", "localhost:7"},
             {"REFITD_SLOT_BYTES", "1MiB"}});
   REQUIRE(loaded.ok());
@@ -109,9 +109,9 @@ TEST_CASE("REFITD_CONFIG names the file unless a flag does") {
 }
 
 TEST_CASE("Main's arguments and environment are taken as they are") {
-  const char* argv[] = {"refitd", "--slots", "6"};
-  const char* environment[] = {"PATH=/bin", "REFITD_COPY_THREADS=3", "REFITD_PORT=tcp://10.0.0.1:1",
-                               nullptr};
+  const char* argv[] = {"refitd", "--staging-slots", "6"};
+  const char* environment[] = {"PATH=/bin", "REFITD_HOST_COPY_THREADS=3",
+                               "REFITD_PORT=tcp://10.0.0.1:1", nullptr};
   const auto loaded = LoadConfig(3, argv, environment);
   REQUIRE(loaded.ok());
   CHECK(loaded->config.staging().slots() == 6);
@@ -140,15 +140,60 @@ TEST_CASE("A file over the limit is refused") {
   RequireInvalid(Load({"--config", WriteFile(folder, text)}), "more than");
 }
 
-TEST_CASE("An unknown flag is refused by name") {
-  RequireInvalid(Load({"--slotz", "4"}), "--slotz");
-  RequireInvalid(Load({"surprise"}), "surprise");
+TEST_CASE("An unknown flag is refused by name, and the flag that was likely meant is named") {
+  RequireInvalid(Load({"--staging-slotz", "4"}),
+                 "refitd takes no \"--staging-slotz\"; did you mean --staging-slots?");
+  // The field's own name, without what it stands in.
+  RequireInvalid(Load({"--ready-ms=5"}), "did you mean --limits-ready-ms?");
+  RequireInvalid(Load({"--nothing-like-it"}), "takes no \"--nothing-like-it\" (");
+  RequireInvalid(Load({"surprise"}), "takes no \"surprise\" (");
+}
+
+TEST_CASE("Some flags and variables have a second name, and the field's name wins") {
+  const auto loaded = Load(
+      {"--listen-unix=/tmp/a.sock", "--insecure", "--slot-bytes=1MiB", "--data-interface=eth0"},
+      {{"REFITD_DATA_INTERFACE", "eth1"}});
+  REQUIRE(loaded.ok());
+  CHECK(loaded->config.listen().unix_path() == "/tmp/a.sock");
+  CHECK(loaded->config.listen().insecure());
+  CHECK(loaded->config.staging().slot_bytes() == 1 << 20);
+  CHECK(loaded->config.peers().interface() == "eth0");
+  const auto variables =
+      Load({}, {{"REFITD_DATA_INTERFACE", "eth1"}, {"REFITD_PEERS_INTERFACE", "eth2"}});
+  CHECK(variables->config.peers().interface() == "eth2");
+}
+
+TEST_CASE("Durations of flags and variables take a unit, and count milliseconds without one") {
+  const auto loaded =
+      Load({"--limits-ready-ms=30s", "--limits-ack-ms", "1.5s", "--peers-wire-ms=7"},
+           {{"REFITD_LIMITS_GROUP_IDLE_MS", "2h"}});
+  REQUIRE(loaded.ok());
+  CHECK(loaded->config.limits().ready_ms() == 30'000);
+  CHECK(loaded->config.limits().ack_ms() == 1500);
+  CHECK(loaded->config.peers().wire_ms() == 7);
+  CHECK(loaded->config.limits().group_idle_ms() == 2 * 3'600'000);
+  for (const char* wrong : {"30x", "s", "1e3", "inf", "30 s"}) {
+    RequireInvalid(Load({std::string("--limits-ready-ms=") + wrong}),
+                   std::string("\"") + wrong + "\" is not a duration");
+  }
+}
+
+TEST_CASE("Help has each setting's type and default under the heading of its message") {
+  const std::string help = *Load({"--help"})->print;
+  for (const char* line :
+       {"\nlimits:\n", "--limits-ready-ms DURATION=30s",
+        "--staging-slot-bytes,--slot-bytes SIZE=64MiB", "--listen-unix-mode OCTAL=0660",
+        "--log-level debug|info|warning|error=info", "--cuda-enabled BOOL=true",
+        "--allowed-uids LIST ", "--peers-interface,--data-interface TEXT=lo", "\nGeneral:\n"}) {
+    CHECK_THAT(help, Catch::Contains(line));
+  }
 }
 
 TEST_CASE("A bad value is refused with where it stands, field and value") {
-  RequireInvalid(Load({"--slots", "four"}), "--slots (staging.slots): \"four\"");
-  RequireInvalid(Load({}, {{"REFITD_SLOTS", "4KiB"}}), "REFITD_SLOTS (staging.slots): \"4KiB\"");
-  RequireInvalid(Load({"--slots", "99999999999"}), "99999999999");
+  RequireInvalid(Load({"--staging-slots", "four"}), "--staging-slots (staging.slots): \"four\"");
+  RequireInvalid(Load({}, {{"REFITD_STAGING_SLOTS", "4KiB"}}),
+                 "REFITD_STAGING_SLOTS (staging.slots): \"4KiB\"");
+  RequireInvalid(Load({"--staging-slots", "99999999999"}), "99999999999");
   RequireInvalid(Load({"--slot-bytes", "99999999TiB"}), "99999999TiB");
   RequireInvalid(Load({"--listen-unix-mode", "0680"}), "0680");
   RequireInvalid(Load({"--log-level", "loud"}), "\"LOUD\" is none of DEBUG, INFO, WARNING, ERROR");
@@ -162,27 +207,28 @@ TEST_CASE("Each number is held to its limits by name") {
     INFO(flag);
     RequireInvalid(Load({flag}), field);
   };
-  refused("--default-duration-ms=0", "limits.default_duration_ms is 0, must be 1 to 3600000");
-  refused("--default-duration-ms=3600001", "limits.default_duration_ms");
-  refused("--max-duration-ms=86400001", "limits.max_duration_ms");
-  refused("--ready-ms=0", "limits.ready_ms");
-  refused("--ack-ms=-1", "limits.ack_ms is -1");
-  refused("--idle-ms=0", "limits.idle_ms");
-  refused("--lease-ms=0", "limits.lease_ms");
-  refused("--outstanding-buckets=0", "limits.outstanding_buckets");
-  refused("--compare-every=0", "limits.compare_every is 0");
-  refused("--inline-bytes=8MiB", "limits.inline_bytes is 8388608");
-  refused("--message-bytes=1", "limits.message_bytes");
-  refused("--message-bytes=2GiB", "limits.message_bytes");
-  refused("--max-groups=0", "limits.max_groups");
-  refused("--max-members=0", "limits.max_members");
-  refused("--max-region-bytes=32TiB", "limits.max_region_bytes");
+  refused("--limits-default-duration-ms=0",
+          "limits.default_duration_ms is 0, must be 1 to 3600000");
+  refused("--limits-default-duration-ms=3600001", "limits.default_duration_ms");
+  refused("--limits-max-duration-ms=86400001", "limits.max_duration_ms");
+  refused("--limits-ready-ms=0", "limits.ready_ms");
+  refused("--limits-ack-ms=-1", "limits.ack_ms is -1");
+  refused("--limits-idle-ms=0", "limits.idle_ms");
+  refused("--limits-lease-ms=0", "limits.lease_ms");
+  refused("--limits-outstanding-buckets=0", "limits.outstanding_buckets");
+  refused("--limits-compare-every=0", "limits.compare_every is 0");
+  refused("--limits-inline-bytes=8MiB", "limits.inline_bytes is 8388608");
+  refused("--limits-message-bytes=1", "limits.message_bytes");
+  refused("--limits-message-bytes=2GiB", "limits.message_bytes");
+  refused("--limits-max-groups=0", "limits.max_groups");
+  refused("--limits-max-members=0", "limits.max_members");
+  refused("--limits-max-region-bytes=32TiB", "limits.max_region_bytes");
   refused("--slot-bytes=100000", "staging.slot_bytes is 100000, must be a multiple of 4096");
   refused("--slot-bytes=4096", "staging.slot_bytes");
-  refused("--slots=1", "staging.slots is 1, must be 2 to 64");
-  refused("--slots=65", "staging.slots");
-  refused("--max-pool-bytes=1MiB", "staging.max_pool_bytes is 1048576");
-  refused("--copy-threads=-1", "host.copy_threads");
+  refused("--staging-slots=1", "staging.slots is 1, must be 2 to 64");
+  refused("--staging-slots=65", "staging.slots");
+  refused("--staging-max-pool-bytes=1MiB", "staging.max_pool_bytes is 1048576");
+  refused("--host-copy-threads=-1", "host.copy_threads");
   refused("--cuda-copy-blocks=0", "cuda.copy_blocks");
   refused("--cuda-device-ms=0", "cuda.device_ms");
   refused("--cuda-engine-bytes=-1", "cuda.engine_bytes");
@@ -190,13 +236,13 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--cuda-nccl-library=" + std::string(kMaxCudaLibraryBytes + 1, 'x'), "cuda.nccl_library");
   refused("--daemon-id=a b", "daemon_id is \"a b\"");
   refused("--daemon-id=" + std::string(kMaxConfiguredDaemonId + 1, 'x'), "daemon_id");
-  refused("--advertise=node-a", "peers.advertise is \"node-a\", must be HOST:PORT");
-  refused("--advertise=:7", "peers.advertise");
+  refused("--peers-advertise=node-a", "peers.advertise is \"node-a\", must be HOST:PORT");
+  refused("--peers-advertise=:7", "peers.advertise");
   refused("--data-interface=a/b", "peers.interface is \"a/b\"");
-  refused("--peer-silence-ms=99", "peers.silence_ms");
-  refused("--wire-ms=0", "peers.wire_ms");
-  refused("--relay-slow-ms=-1", "peers.relay_slow_ms is -1");
-  refused("--readiness-ms=-1", "peers.readiness_ms is -1");
+  refused("--peers-silence-ms=99", "peers.silence_ms");
+  refused("--peers-wire-ms=0", "peers.wire_ms");
+  refused("--peers-relay-slow-ms=-1", "peers.relay_slow_ms is -1");
+  refused("--peers-readiness-ms=-1", "peers.readiness_ms is -1");
   refused("--data-port=65536", "data.port");
   refused("--data-streams=-1", "data.streams");
   refused("--data-streams=9", "data.streams");
@@ -367,20 +413,24 @@ TEST_CASE("The audit log and the limits of an identity are off by default, and c
   CHECK(Load({"--audit-file=/a"})->config.audit().file() == "/a");
   CHECK(Load({"--audit-journal=true"})->config.audit().journal());
   RequireInvalid(Load({"--audit-file=a"}), "audit.file is \"a\"");
-  CHECK(Load({"--identity-pool-bytes=1GiB"})->config.limits().per_identity().pool_bytes() ==
-        1 << 30);
-  RequireInvalid(Load({"--identity-groups=-1"}), "limits.per_identity.groups is -1");
-  CHECK(Load({"--mapped-bytes=1GiB"})->config.limits().mapped_bytes() == 1 << 30);
-  CHECK(Load({"--identity-held-bytes=1MiB"})->config.limits().per_identity().held_bytes() ==
-        1 << 20);
-  RequireInvalid(Load({"--mapped-bytes=-1"}), "limits.mapped_bytes is -1");
-  RequireInvalid(Load({"--held-bytes=-1"}), "limits.held_bytes is -1");
+  CHECK(Load({"--limits-per-identity-pool-bytes=1GiB"})
+            ->config.limits()
+            .per_identity()
+            .pool_bytes() == 1 << 30);
+  RequireInvalid(Load({"--limits-per-identity-groups=-1"}), "limits.per_identity.groups is -1");
+  CHECK(Load({"--limits-mapped-bytes=1GiB"})->config.limits().mapped_bytes() == 1 << 30);
+  CHECK(Load({"--limits-per-identity-held-bytes=1MiB"})
+            ->config.limits()
+            .per_identity()
+            .held_bytes() == 1 << 20);
+  RequireInvalid(Load({"--limits-mapped-bytes=-1"}), "limits.mapped_bytes is -1");
+  RequireInvalid(Load({"--limits-held-bytes=-1"}), "limits.held_bytes is -1");
 }
 
 TEST_CASE("Validate prints the settings in force, and they load again as the same") {
   const TempFolder folder;
   const auto first =
-      Load({"--validate", "--slots=7", "--log-format=json", "--ready-ms=77",
+      Load({"--validate", "--staging-slots=7", "--log-format=json", "--limits-ready-ms=77",
             "--listen-unix-mode=0600", "--listen-tcp=localhost:1,[::1]:2", "--allowed-gids=4",
             "--metrics-listen=127.0.0.1:3", "--metrics-insecure", "--metrics-page", "--insecure",
             "--tls-certificate=/c", "--tls-key=/k", "--tls-roots=/r", "--peers-listen=[::1]:4",
@@ -416,11 +466,12 @@ TEST_CASE(
 }
 
 TEST_CASE("Validate refuses what running would refuse") {
-  RequireInvalid(Load({"--validate", "--slots=1"}), "staging.slots");
+  RequireInvalid(Load({"--validate", "--staging-slots=1"}), "staging.slots");
 }
 
 TEST_CASE("Version and help are printed whatever else is wrong") {
-  CHECK_THAT(Load({"--version", "--slots=1"})->print.value(), Catch::Contains("refitd 0.2.0"));
+  CHECK_THAT(Load({"--version", "--staging-slots=1"})->print.value(),
+             Catch::Contains("refitd 0.2.0"));
   const std::string help = Load({"--help"})->print.value();
   CHECK_THAT(help, Catch::Contains("--listen-unix") && Catch::Contains("Exit codes"));
 }
@@ -446,7 +497,9 @@ TEST_CASE("Every field of the file but those of rules has a flag") {
   const std::string help = Load({"--help"})->print.value();
   for (const std::string& field : fields) {
     INFO(field);
-    CHECK_THAT(help, Catch::Contains("(" + field + ")"));
+    std::string flag = "--" + field;
+    for (char& c : flag) c = c == '.' || c == '_' ? '-' : c;
+    CHECK_THAT(help, Catch::Contains("  " + flag));
   }
 }
 
@@ -454,7 +507,7 @@ TEST_CASE("the help said that an empty peers.identity admits any peer") {
   const std::string help = Load({"--help"})->print.value();
   const size_t at = help.find("--peers-identity");
   REQUIRE(at != std::string::npos);
-  std::istringstream words(help.substr(at, help.find("--data-interface") - at));
+  std::istringstream words(help.substr(at, help.find("--peers-interface") - at));
   std::string said;
   for (std::string word; words >> word;) said += word + " ";
   CHECK_THAT(said, Catch::Contains("empty: who a rule names PEER"));

@@ -240,7 +240,7 @@ def settings_page() -> str:
         MADE.format("tools/reference.py", "the comments of daemon/config.proto"),
         "# Settings\n",
         "Every setting of the daemon's [file](../../daemon/config.proto), with its flag and default. A setting comes from its flag, else from its "
-        "variable (`--slot-bytes`: `REFITD_SLOT_BYTES`), else from the file, else from its default; a setting without a flag is in the file "
+        "variable (`--staging-slot-bytes`: `REFITD_STAGING_SLOT_BYTES`), else from the file, else from its default; a setting without a flag is in the file "
         "alone. [Operations](../operations.md#configure) says how to check a file. Units: `_ms` milliseconds, `_bytes` bytes.\n",
     ]
     for name, what, settings in settings_of(read(CONFIG_PROTO)):

@@ -44,7 +44,7 @@ def bill(wheel: str, seconds: int) -> dict[str, Any]:
     with open(wheel, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()
     with zipfile.ZipFile(wheel) as archive:
-        programs = [name for name in archive.namelist() if name.startswith("refitd/_bin/")]
+        programs = [name for name in archive.namelist() if name.startswith("refitd/_bin/") and not name.endswith("/")]
         files = [{
             "type": "file", "bom-ref": name, "name": name,
             "hashes": [{"alg": "SHA-256", "content": hashlib.sha256(archive.read(name)).hexdigest()}],

@@ -217,9 +217,11 @@ void Group::Impl::FailUnready() {
     const std::optional<MemberId> late = update->participants.FirstUnready(i);
     if (!late.has_value()) continue;
     if (update->state == UpdateState::kEnding) return;
-    GiveUp why{fmt::format(
-        "{} did not answer Ready within {}", members.Label(*late),
-        group::Seconds(std::min(limits.ready_limit, update->deadline - update->started)))};
+    const Duration whole = update->deadline - update->started;
+    GiveUp why{
+        fmt::format("{} did not answer Ready within {} ({})", members.Label(*late),
+                    group::Seconds(std::min(limits.ready_limit, whole)),
+                    limits.ready_limit <= whole ? "limits.ready_ms" : "the update's duration")};
     why.kind = GiveUpClass::kDeadline;
     update->participants.SuspectUnready(i, &why.failure);
     why.begin_code = absl::StatusCode::kDeadlineExceeded;

@@ -1,6 +1,8 @@
 #include "daemon/group/catalog.h"
 
 #include <algorithm>
+#include <array>
+#include <functional>
 #include <map>
 #include <set>
 
@@ -9,6 +11,42 @@
 
 namespace refitd::group {
 namespace {
+
+// ---- advice about a name that one side lacks, for messages ----
+
+constexpr std::string_view kCompiled = "_orig_mod.";  // also in the middle: of compiled submodules
+constexpr std::string_view kParallel = "module.";
+constexpr std::array<std::string_view, 4> kWrappers = {"_orig_mod.", "module.", "module._orig_mod.",
+                                                       "_orig_mod.module."};
+
+std::string WithoutWrappers(std::string_view name) {
+  std::string plain(name);
+  for (size_t at = 0; (at = plain.find(kCompiled, at)) != std::string::npos;) {
+    plain.erase(at, kCompiled.size());
+  }
+  while (plain.starts_with(kParallel)) plain.erase(0, kParallel.size());
+  return plain;
+}
+
+std::string Hint(std::string_view known) {
+  return fmt::format(
+      "; '{}' is known: \"_orig_mod.\" (torch.compile) and \"module.\" (DistributedDataParallel) "
+      "are no part of a name, so take the names from the model that is wrapped",
+      known);
+}
+
+// If the other side knows the tensor with or without the names of modules that wrap a model: the
+// name that is known. Else `otherwise`, the advice for a name that is really unknown.
+std::string NameHint(std::string_view name, const std::function<bool(std::string_view)>& known,
+                     std::string_view otherwise) {
+  const std::string plain = WithoutWrappers(name);
+  if (plain != name && known(plain)) return Hint(plain);
+  for (const std::string_view wrapper : kWrappers) {
+    const std::string wrapped = fmt::format("{}{}", wrapper, name);
+    if (known(wrapped)) return Hint(wrapped);
+  }
+  return fmt::format("; {}", otherwise);
+}
 
 bool Same(const TensorSpec& a, const TensorSpec& b) {
   return a.dtype == b.dtype && a.shape == b.shape;
@@ -244,9 +282,18 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
     // Nothing of it is written then. Ranks that read slots would be handed a tensor that their
     // manifest does not list.
     if (!reads_slots_[i] && table_->may_be_unwanted(tensor.name)) continue;
-    return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
-                             "tensor '{}' is unknown to instance {}", tensor.name, instances_[i]),
-                       tensor.name);
+    const auto known = [this, i](std::string_view name) {
+      const TensorTable::Uses* const other = table_->Find(name);
+      return other != nullptr && Knows(kind_of_[i], *other);
+    };
+    return AboutTensor(
+        Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' is unknown to instance {}{}",
+              tensor.name, instances_[i],
+              NameHint(tensor.name, known,
+                       reads_slots_[i] ? "its manifest must list what is pushed"
+                                       : "if no engine wants it, list it in the group's "
+                                         "unwanted_tensors")),
+        tensor.name);
   }
   return absl::OkStatus();
 }
@@ -273,8 +320,12 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   uint32_t wanted_by = 0;
   while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
   return AboutTensor(
-      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed",
-            missing, instances_[wanted_by]),
+      Error(
+          absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed{}",
+          missing, instances_[wanted_by],
+          NameHint(missing, pushed,
+                   "if the engine keeps it itself, list it in the group's engine_only_tensors; if "
+                   "it shares another tensor's memory, register it with tied=")),
       missing);
 }
 

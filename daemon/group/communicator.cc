@@ -161,7 +161,8 @@ std::optional<std::set<NodeId>> Communicator::Suspects(const OfNode& needed, Tim
 WhyDown Communicator::Why(const std::set<NodeId>& suspects, const JoinedNodes& nodes) const {
   if (failed_.empty()) {
     const std::vector<NodeId> awaited = Awaited();
-    return {fmt::format("the data plane did not come up within {}: waited for {}",
+    return {fmt::format("the data plane did not come up within {} (peers.wire_ms, or half of the "
+                        "update's remaining time): waited for {}",
                         InSeconds(limit_), nodes.Names(awaited)),
             GiveUpClass::kDeadline, nodes.Suspecting(awaited)};
   }

@@ -71,7 +71,9 @@ TEST_CASE("a rank that never opened its end is to blame at the deadline") {
   p.now += kLimit;
   CHECK(p.Suspects() == std::set{kC});
   const WhyDown why = p.communicator.Why({kC}, p.nodes);
-  CHECK(why.reason == "the data plane did not come up within 8 s: waited for daemon c");
+  CHECK(why.reason ==
+        "the data plane did not come up within 8 s (peers.wire_ms, or half of the update's "
+        "remaining time): waited for daemon c");
   CHECK(why.kind == GiveUpClass::kDeadline);
 }
 

@@ -249,8 +249,8 @@ void Coordinator::Impl::Tick() {
   NodeCommands pings;
   const std::vector<NodeId> silent = nodes.Ping(now, &pings);
   Send(std::move(pings));
-  Drop(silent, absl::DeadlineExceededError(
-                   fmt::format("it was silent for {}", InSeconds(options.peer_limits.peer))));
+  Drop(silent, absl::DeadlineExceededError(fmt::format("it was silent for {} (peers.silence_ms)",
+                                                       InSeconds(options.peer_limits.peer))));
   if (!update_runs()) return;
   if (communicator.has_value() && !communicator->up() && now >= communicator->due()) {
     return JudgeCommunicator();

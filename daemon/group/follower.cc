@@ -288,7 +288,8 @@ void Follower::Impl::On(const refitd::Tick&) {
   if (state != State::kJoined) return;
   const double limit = std::chrono::duration<double>(options.peer_limits.peer).count();
   if (now - *heard > options.peer_limits.peer) {
-    return Lose(Error(absl::StatusCode::kUnavailable, "it was silent for {:g} s", limit));
+    return Lose(Error(absl::StatusCode::kUnavailable, "it was silent for {:g} s (peers.silence_ms)",
+                      limit));
   }
   const bool overdue = std::any_of(outcome_due.begin(), outcome_due.end(),
                                    [this](const auto& due) { return due.second <= now; });

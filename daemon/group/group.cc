@@ -288,7 +288,9 @@ void Group::Impl::On(const Tick&) {
 void Group::Impl::TickUpdate() {
   constexpr absl::StatusCode kDeadline = absl::StatusCode::kDeadlineExceeded;
   if (out.now() >= update->deadline) {
-    Abandon({fmt::format("the update's deadline passed: waited for {}", WaitedFor()),
+    Abandon({fmt::format("the update's deadline passed after {} (Begin's duration, else "
+                         "limits.default_duration_ms): waited for {}",
+                         group::Seconds(update->deadline - update->started), WaitedFor()),
              GiveUpClass::kDeadline, group::SuspectAwaited(*update, members), kDeadline, kDeadline,
              kDeadline, kDeadline});
     return;
@@ -300,8 +302,9 @@ void Group::Impl::TickUpdate() {
     const auto late = update->push.FirstLate();
     if (!late.has_value() || late->first > out.now()) break;
     const group::LoaderReader& reader = update->push.reader(late->second);
-    GiveUp why{fmt::format("{} did not acknowledge part {} within {}", members.Label(late->second),
-                           reader.outstanding.front().part, group::Seconds(limits.ack_limit)),
+    GiveUp why{fmt::format("{} did not acknowledge part {} within {} (limits.ack_ms)",
+                           members.Label(late->second), reader.outstanding.front().part,
+                           group::Seconds(limits.ack_limit)),
                GiveUpClass::kDeadline, members.Suspecting(late->second)};
     if (update->state == UpdateState::kSettling) why.commit_code = kDeadline;
     FailEngine(reader.participant, why);
@@ -309,7 +312,7 @@ void Group::Impl::TickUpdate() {
   if (update->state == UpdateState::kEnding) return;
   if (const std::optional<TimePoint> idle = IdleDeadline();
       idle.has_value() && *idle <= out.now()) {
-    Abandon({fmt::format("no call from any trainer rank for {}: waited for {}",
+    Abandon({fmt::format("no call from any trainer rank for {} (limits.idle_ms): waited for {}",
                          group::Seconds(limits.idle_limit), WaitedFor()),
              GiveUpClass::kDeadline, group::SuspectAwaited(*update, members)});
   }

@@ -204,6 +204,27 @@ TEST_CASE("tensors without an element need not be pushed, and may be") {
   CHECK(g.Settled(g.Commit(trainer, 1, 1)) == kOk);
 }
 
+TEST_CASE(
+    "a tensor that one side lacks is refused with what to do, and a wrapper's name is known") {
+  TestGroup g;
+  g.InPlaceRank("r", {Bytes("a", 8), Bytes("layers.b", 8)});
+  const MemberId t = g.AttachTrainer();
+  g.Open(t, 1);
+  const auto refused = [&](const std::string& name) {
+    return g.Text(g.Push(t, 1, 0, {Bytes(name, 8)}));
+  };
+  CHECK_THAT(refused("_orig_mod.a"), Contains("'a' is known") && Contains("torch.compile"));
+  CHECK_THAT(refused("module.module.layers._orig_mod.b"), Contains("'layers.b' is known"));
+  CHECK_THAT(refused("c"), Contains("unknown to instance r; if no engine wants it") &&
+                               Contains("unwanted_tensors"));
+  CHECK_THAT(refused("module.c"), Contains("unwanted_tensors"));
+  g.Push(t, 1, 0, {Bytes("a", 8)});
+  g.Settle();
+  CHECK_THAT(g.Text(g.Commit(t, 1, 1)),
+             Contains("tensor 'layers.b' of instance r was never pushed") &&
+                 Contains("engine_only_tensors") && Contains("tied="));
+}
+
 // Commit compares counts: a refused bucket must leave them as they were (P1).
 TEST_CASE("the tensors of a refused bucket count as never pushed") {
   TestGroup g;

@@ -34,7 +34,8 @@ TEST_CASE("a member waits for its group until its deadline, or not at all (P4)")
   CHECK(at_once.inbox->end()->code() == absl::StatusCode::kNotFound);
   const Attached hasty =
       parts.AttachEngine("g", "i", std::nullopt, nullptr, /*wait=*/milliseconds(20));
-  CHECK(Message(hasty.inbox->Ended()) == "group 'g' was not created in time");
+  CHECK(Message(hasty.inbox->Ended()) ==
+        "group 'g' was not created in time (the wait of attaching; refitctl: --timeout)");
 }
 
 TEST_CASE("a member whose spec is not the group's is refused and changes nothing") {

@@ -94,7 +94,9 @@ absl::Status LateStatus(DaemonState& state, const PendingAttaches::OfGroup& memb
                    member.coordinator);
     }
   }
-  return Error(absl::StatusCode::kNotFound, "group '{}' was not created in time", name);
+  return Error(absl::StatusCode::kNotFound,
+               "group '{}' was not created in time (the wait of attaching; refitctl: --timeout)",
+               name);
 }
 
 }  // namespace

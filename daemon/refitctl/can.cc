@@ -43,7 +43,8 @@ absl::StatusOr<v1::CheckAccessResponse> AskDaemon(const GlobalOptions& global,
 
 Command AddCan(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand(
-      "can", "Whether an identity may act in a role in a group; exit code 1: it may not");
+      "can", "Whether an identity may act in a role in a group; exit code 1: it may not",
+      kConfigure);
   auto options = std::make_shared<CanOptions>();
   sub.Add("--as", &options->identity,
           "uid:N (and ,gid:N for each group of the user), spiffe://..., dns:NAME, anonymous")

@@ -19,6 +19,12 @@ struct Command {
   std::function<int()> run;
 };
 
+// The headings of the help.
+inline constexpr char kLook[] = "Look";
+inline constexpr char kChange[] = "Change";
+inline constexpr char kTry[] = "Try";
+inline constexpr char kConfigure[] = "Configure";
+
 Command AddStatus(CommandApp app, const GlobalOptions& global);
 Command AddGroups(CommandApp app, const GlobalOptions& global);
 Command AddGroup(CommandApp app, const GlobalOptions& global);
@@ -28,11 +34,17 @@ Command AddMembers(CommandApp app, const GlobalOptions& global);
 Command AddNodes(CommandApp app, const GlobalOptions& global);
 Command AddBuckets(CommandApp app, const GlobalOptions& global);
 Command AddWatch(CommandApp app, const GlobalOptions& global);
+Command AddTop(CommandApp app, const GlobalOptions& global);
+Command AddSmoke(CommandApp app, const GlobalOptions& global);
 Command AddPush(CommandApp app, const GlobalOptions& global);
 Command AddEngine(CommandApp app, const GlobalOptions& global);
 Command AddValidate(CommandApp app, const GlobalOptions& global);
 Command AddCan(CommandApp app, const GlobalOptions& global);
+Command AddSupportBundle(CommandApp app, const GlobalOptions& global);
+Command AddTrace(CommandApp app, const GlobalOptions& global);
 Command AddReady(CommandApp app, const GlobalOptions& global);
+// `line` is the whole command line, which the script completes.
+Command AddCompletion(CommandApp app, const CommandLine& line);
 
 // Prints "refitctl: MESSAGE" on stderr, in one line; returns the exit code for the status.
 int Fail(const absl::Status& status);

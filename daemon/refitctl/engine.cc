@@ -45,7 +45,7 @@ struct EngineCommandOptions {
   std::string status_file;
   int64_t stall_in = -1;  // the version at which the rank stalls; -1: never
   std::string coordinator;
-  double reattach_seconds = 0;  // 0: the engine ends with its lease
+  std::chrono::milliseconds reattach{0};  // 0: the engine ends with its lease
 };
 
 std::string FolderOf(const std::string& pattern, Version version) {
@@ -123,8 +123,7 @@ class ReferenceEngine {
     attach.connect.group = options_.group;
     attach.connect.client = "refitctl engine";
     attach.connect.coordinator = options_.coordinator;
-    attach.connect.reattach =
-        std::chrono::milliseconds(static_cast<int64_t>(options_.reattach_seconds * 1000));
+    attach.connect.reattach = options_.reattach;
     attach.instance = options_.instance;
     attach.rank = options_.rank;
     attach.world_size = options_.world_size;
@@ -303,7 +302,7 @@ int RunEngine(const GlobalOptions& global, const EngineCommandOptions& options) 
 Command AddEngine(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand(
       "engine",
-      "A reference engine rank: holds a checkpoint's tensors, takes updates, verifies them");
+      "A reference engine rank: holds a checkpoint's tensors, takes updates, verifies them", kTry);
   auto options = std::make_shared<EngineCommandOptions>();
   sub.Add("--group", &options->group, "The group").Required();
   sub.Add("--checkpoint", &options->checkpoint,
@@ -312,15 +311,13 @@ Command AddEngine(CommandApp app, const GlobalOptions& global) {
   sub.Add("--table", &options->table,
           "Folder whose tensors are held (default: --checkpoint with version 1)");
   sub.Add("--instance", &options->instance, "Name of the instance").Required();
-  sub.Add("--rank", &options->rank, "Default 0").InRange(0, 65'535);
-  sub.Add("--world-size", &options->world_size, "Ranks of the instance (default 1)")
-      .InRange(1, 65'536);
+  sub.Add("--rank", &options->rank, "This rank of the instance (default 0)").InRange(0, 65'535);
+  sub.Add("--world-size", &options->world_size, "Ranks of the instance").InRange(1, 65'536);
   std::string deliveries;
   std::vector<std::string> names;
   for (const DeliveryTraits& traits : kDeliveries) {
     const bool first = names.empty();
-    deliveries += fmt::format("{}{} ({}{})", first ? "" : " or ", traits.name, traits.how,
-                              first ? ", default" : "");
+    deliveries += fmt::format("{}{} ({})", first ? "" : " or ", traits.name, traits.how);
     names.emplace_back(traits.name);
   }
   sub.Add("--delivery", &options->delivery, deliveries).OneOf(names);
@@ -337,9 +334,9 @@ Command AddEngine(CommandApp app, const GlobalOptions& global) {
       .InRange(int64_t{0}, INT64_MAX);
   sub.Add("--coordinator", &options->coordinator,
           "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
-  sub.Add("--reattach", &options->reattach_seconds,
-          "When the daemon goes away, attach again for so many seconds (default 0: end)")
-      .InRange(0.0, 86'400.0);
+  sub.Add("--reattach", &options->reattach,
+          "When the daemon goes away, try for so long to attach again (default 0s: end)",
+          {.lowest = std::chrono::milliseconds(0)});
   sub.Add("--status-file", &options->status_file, "Append each event as a line of JSON");
   return {sub, [&global, options] { return RunEngine(global, *options); }};
 }

@@ -15,7 +15,6 @@ namespace refitd {
 namespace {
 
 constexpr int kBarWidth = 24;
-constexpr int kDefaultColumns = 80;
 
 std::string Scaled(double value, std::string_view suffix) {
   static constexpr std::array<std::string_view, 6> kUnits = {"B",   "KiB", "MiB",
@@ -161,11 +160,24 @@ std::string LiveBlock::Redraw(const std::vector<std::string>& finished,
   return text;
 }
 
-std::optional<int> TerminalColumns(int fd) {
+std::optional<TerminalSize> TerminalSizeOf(int fd) {
   if (::isatty(fd) == 0) return std::nullopt;
   winsize size{};
-  if (::ioctl(fd, TIOCGWINSZ, &size) != 0 || size.ws_col < 20) return kDefaultColumns;
-  return size.ws_col;
+  if (::ioctl(fd, TIOCGWINSZ, &size) != 0 || size.ws_col < 20 || size.ws_row < 2) {
+    return TerminalSize{};
+  }
+  return TerminalSize{size.ws_col, size.ws_row};
+}
+
+std::string FullScreen(std::string_view text, const TerminalSize& size) {
+  std::string screen = "\x1b[H";  // to the first row
+  for (int row = 1; row < size.rows && !text.empty(); ++row) {
+    const size_t end = std::min(text.find('\n'), text.size());
+    // Erases what an earlier screen left in the row.
+    screen += fmt::format("{}\x1b[K\n", Cut(Escaped(text.substr(0, end)), size.columns - 1));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return screen + "\x1b[J";  // erases the rows below
 }
 
 }  // namespace refitd

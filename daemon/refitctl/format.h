@@ -74,8 +74,15 @@ class LiveBlock {
   size_t shown_ = 0;
 };
 
-// Columns of the terminal that `fd` is; nullopt: it is no terminal.
-std::optional<int> TerminalColumns(int fd);
+struct TerminalSize {
+  int columns = 80;
+  int rows = 24;
+};
+// The size of the terminal that `fd` is; nullopt: it is no terminal.
+std::optional<TerminalSize> TerminalSizeOf(int fd);
+// The text to write so that a terminal shows the lines of `text`, and nothing else, from its first
+// row on. Lines are Escaped, and cut to the terminal's size.
+std::string FullScreen(std::string_view text, const TerminalSize& size);
 
 }  // namespace refitd
 

@@ -96,5 +96,11 @@ TEST_CASE("a live block goes back over the lines that it showed and keeps finish
   CHECK(block.Redraw({}, {umlauts}) == "\x1b[1F\x1b[J" + umlauts.substr(0, size_t{19} * 2) + "\n");
 }
 
+TEST_CASE("a full screen begins at the first row, and is cut to the terminal") {
+  CHECK(FullScreen("abc\ndefgh\nx\n", {.columns = 5, .rows = 3}) ==
+        "\x1b[Habc\x1b[K\ndefg\x1b[K\n\x1b[J");
+  CHECK(FullScreen("\x1b[2J\n", {}) == "\x1b[H\\u001b[2J\x1b[K\n\x1b[J");
+}
+
 }  // namespace
 }  // namespace refitd

@@ -4,6 +4,7 @@
 #include <string>
 #include <thread>
 
+#include "daemon/process/flag_text.h"
 #include "daemon/refitctl/command.h"
 #include "transport/base/status.h"
 
@@ -52,15 +53,13 @@ int Abort(const GlobalOptions& global, const GroupOptions& options) {
 
 struct DrainOptions {
   std::string group;
-  double wait_seconds = 60;
+  std::chrono::milliseconds wait{60'000};
 };
 
 // Asks again for the groups in which an update runs. One that is gone by then has been drained.
 int Drain(const GlobalOptions& global, const DrainOptions& options) {
   const OperatorClient client(global);
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
-                                             std::chrono::duration<double>(options.wait_seconds));
+  const auto deadline = std::chrono::steady_clock::now() + options.wait;
   auto drained = client.Drain(options.group);
   if (!drained.ok()) return Fail(drained.status());
   v1::DrainResponse all = *drained;
@@ -68,9 +67,9 @@ int Drain(const GlobalOptions& global, const DrainOptions& options) {
     const std::string name = all.running(0);
     if (std::chrono::steady_clock::now() + kDrainInterval > deadline) {
       return Fail(Error(absl::StatusCode::kDeadlineExceeded,
-                        "an update of group {} still runs after {:g} s; no other one begins: drain "
-                        "it again, or `refitctl abort` ends the update",
-                        name, options.wait_seconds));
+                        "an update of group {} still runs after {} (--wait); no other one begins: "
+                        "drain it again, or `refitctl abort` ends the update",
+                        name, FormatDuration(options.wait)));
     }
     std::this_thread::sleep_for(kDrainInterval);
     drained = client.Drain(name);
@@ -99,16 +98,16 @@ Command AddDrain(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand(
       "drain",
       "End this daemon's part in groups whose coordinator is a name, after the update that runs: "
-      "their members come to the daemon that the name now resolves to");
+      "their members come to the daemon that the name now resolves to",
+      kChange);
   auto options = std::make_shared<DrainOptions>();
   sub.Add("--group", &options->group, "Only this group");
-  sub.Add("--wait", &options->wait_seconds, "Seconds that a running update may take (default 60)")
-      .InRange(0.001, 86'400.0);
+  sub.Add("--wait", &options->wait, "How long a running update may take to end");
   return {sub, [&global, options] { return Drain(global, *options); }};
 }
 
 Command AddGroup(CommandApp app, const GlobalOptions& global) {
-  CommandApp sub = app.AddCommand("group", "Replace or delete a group");
+  CommandApp sub = app.AddCommand("group", "Replace or delete a group", kChange);
   auto options = std::make_shared<GroupOptions>();
   CommandApp replace = sub.AddCommand(
       "replace",
@@ -125,7 +124,7 @@ Command AddGroup(CommandApp app, const GlobalOptions& global) {
 }
 
 Command AddAbort(CommandApp app, const GlobalOptions& global) {
-  CommandApp sub = app.AddCommand("abort", "Abort the update of a group that runs");
+  CommandApp sub = app.AddCommand("abort", "Abort the update of a group that runs", kChange);
   auto options = std::make_shared<GroupOptions>();
   sub.Add("GROUP", &options->group, "The group").Required();
   sub.Add("--reason", &options->reason, "The reason that members and the log get");

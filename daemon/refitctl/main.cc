@@ -8,11 +8,15 @@ namespace refitd::refitctl {
 namespace {
 
 int Run(int argc, char** argv) {
-  CommandLine line("Looks after refitd: status, progress, pushing checkpoints, reference engines.",
+  CommandLine line("Looks after refitd. Durations are written as 500ms, 30s, 2m, 1h.",
                    kExitCodeHelp, "refitctl " + std::string(kVersion));
   CommandApp app = line.app();
   GlobalOptions global;
   std::string output = "table";
+  app.Add("-o,--output", &output, "table or json (numbers of 64 bits as strings)")
+      .OneOf({"table", "json"});
+  app.Add("--timeout", &global.timeout, "How long to wait for the daemon and each of its answers");
+  app.BeginGroup("Connection");
   app.Add("--socket", &global.socket, "The daemon's unix socket (default /run/refitd/refitd.sock)")
       .FromEnvironment("REFITD_SOCKET");
   app.Add("--address", &global.address, "The daemon's HOST:PORT; goes before the socket")
@@ -30,23 +34,21 @@ int Run(int argc, char** argv) {
       .FromEnvironment("REFITD_TLS_SERVER");
   app.AddFlag("--insecure", &global.insecure, "With --address: TCP without TLS")
       .FromEnvironment("REFITD_INSECURE");
-  app.Add("--timeout", &global.timeout_seconds,
-          "Seconds to wait for the daemon and each of its answers (default 10)")
-      .InRange(0.001, 86'400.0);
-  app.Add("-o,--output", &output, "table or json (numbers of 64 bits as strings)")
-      .OneOf({"table", "json"});
 
   const std::vector<Command> commands = {
-      AddStatus(app, global), AddGroups(app, global),  AddMembers(app, global),
-      AddGroup(app, global),  AddAbort(app, global),   AddDrain(app, global),
-      AddNodes(app, global),  AddBuckets(app, global), AddWatch(app, global),
-      AddPush(app, global),   AddEngine(app, global),  AddValidate(app, global),
-      AddCan(app, global),    AddReady(app, global)};
-  switch (line.Parse(argc, argv)) {
+      AddStatus(app, global),  AddGroups(app, global),   AddMembers(app, global),
+      AddNodes(app, global),   AddBuckets(app, global),  AddWatch(app, global),
+      AddTop(app, global),     AddTrace(app, global),    AddSupportBundle(app, global),
+      AddReady(app, global),   AddGroup(app, global),    AddAbort(app, global),
+      AddDrain(app, global),   AddSmoke(app, global),    AddPush(app, global),
+      AddEngine(app, global),  AddValidate(app, global), AddCan(app, global),
+      AddCompletion(app, line)};
+  std::string wrong;
+  switch (line.Parse(argc, argv, &wrong)) {
     case CommandLine::Outcome::kHelped:
       return kExitOk;
     case CommandLine::Outcome::kWrong:
-      return kExitUsage;
+      return UsageError(wrong);
     case CommandLine::Outcome::kParsed:
       break;
   }

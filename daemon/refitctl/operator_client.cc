@@ -17,9 +17,9 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const client::Target&
   grpc::ChannelArguments arguments;
   // A local daemon that starts should be found at once, not after gRPC's first backoff of a second.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  // gRPC takes the smallest backoff as the limit of one attempt as well; over TCP an attempt
-  // includes a TLS handshake.
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, target.tcp ? 10'000 : 50);
+  // gRPC takes the smallest backoff as the limit of one attempt as well. An attempt includes a TLS
+  // handshake over TCP, and takes long where the daemon's machine is busy.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 10'000);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 500);
   // Proxies of the environment are meant for the web.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
@@ -36,7 +36,7 @@ client::ConnectOptions ConnectOf(const GlobalOptions& options) {
   connect.address = options.address;
   connect.tls = options.tls;
   connect.insecure = options.insecure;
-  connect.wait = options.timeout();
+  connect.wait = options.timeout;
   return connect;
 }
 
@@ -49,11 +49,13 @@ absl::Status StatusOfCall(const grpc::Status& status, const client::Target& targ
     if (absl::IsUnauthenticated(why)) return why;
     return Prefixed(failed, "no daemon answers at {}", target.name);
   }
-  if (absl::IsDeadlineExceeded(failed)) return Prefixed(failed, "{}", target.name);
+  if (absl::IsDeadlineExceeded(failed)) {
+    return Prefixed(failed, "{}: no answer in time (--timeout)", target.name);
+  }
   return failed;
 }
 
-OperatorClient::OperatorClient(const GlobalOptions& options) : timeout_(options.timeout()) {
+OperatorClient::OperatorClient(const GlobalOptions& options) : timeout_(options.timeout) {
   const absl::StatusOr<client::Target> target = client::TargetOf(ConnectOf(options));
   ready_ = target.status();
   if (!target.ok()) return;

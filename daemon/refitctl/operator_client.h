@@ -24,12 +24,8 @@ struct GlobalOptions {
   std::string address;  // "host:port"; empty: use the socket
   client::TlsOptions tls;
   bool insecure = false;
-  double timeout_seconds = 10;
+  std::chrono::milliseconds timeout{10'000};
   bool json = false;
-
-  std::chrono::milliseconds timeout() const {
-    return std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1000));
-  }
 };
 
 // The way by which a member of refitctl connects: socket, address, certificates.

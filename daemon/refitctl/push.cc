@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "client/trainer.h"
+#include "daemon/process/flag_text.h"
 #include "daemon/refitctl/command.h"
 #include "daemon/refitctl/format.h"
 #include "daemon/refitctl/placement.h"
@@ -44,14 +45,14 @@ constexpr std::chrono::hours kLongestUpdate{24};
 struct PushOptions {
   std::string folder;
   std::string group;
-  int64_t version = 0;  // 0: the group's next
-  double duration_seconds = 0;
+  int64_t version = 0;       // 0: the group's next
+  milliseconds duration{0};  // 0: the daemon's
   std::string verification;
   std::string broadcast;
   uint64_t bucket_bytes = 0;
   bool evict_late = false;
   int wait_instances = 0;
-  double wait_seconds = 60;
+  milliseconds wait{60'000};
   bool create = false;
   int instances = 1;
   bool encrypted_data = false;
@@ -61,10 +62,6 @@ struct PushOptions {
   std::string coordinator;
 };
 
-milliseconds FromSeconds(double seconds) {
-  return milliseconds(static_cast<int64_t>(seconds * 1000));
-}
-
 // Shows the progress of the push on stderr: by a bar on a terminal, else by a line for every tenth
 // of the bytes.
 class Progress {
@@ -73,7 +70,7 @@ class Progress {
       : label_(std::move(label)), total_(total), start_(Clock::now()) {
     if (!on) return;
     on_ = true;
-    if (const auto columns = TerminalColumns(STDERR_FILENO)) block_.emplace(*columns);
+    if (const auto terminal = TerminalSizeOf(STDERR_FILENO)) block_.emplace(terminal->columns);
   }
   void Show(int64_t bytes) {
     if (!on_) return;
@@ -400,7 +397,7 @@ absl::StatusOr<client::CommitResult> RefitWhole(const GlobalOptions& global,
 absl::Status WaitForInstances(const GlobalOptions& global, const PushOptions& options) {
   if (options.wait_instances == 0) return absl::OkStatus();
   const OperatorClient client(global);
-  const auto deadline = Clock::now() + FromSeconds(options.wait_seconds);
+  const auto deadline = Clock::now() + options.wait;
   int complete = 0;
   while (true) {
     const auto group = client.GetGroup(options.group);
@@ -409,8 +406,8 @@ absl::Status WaitForInstances(const GlobalOptions& global, const PushOptions& op
     if (complete >= options.wait_instances) return absl::OkStatus();
     if (Clock::now() + kPollInterval > deadline) {
       return Error(absl::StatusCode::kDeadlineExceeded,
-                   "group {}: {} of {} instances are complete after {}", options.group, complete,
-                   options.wait_instances, HumanSeconds(options.wait_seconds));
+                   "group {}: {} of {} instances are complete after {} (--wait)", options.group,
+                   complete, options.wait_instances, FormatDuration(options.wait));
     }
     std::this_thread::sleep_for(kPollInterval);
   }
@@ -447,7 +444,7 @@ client::BeginOptions BeginOf(const PushOptions& options, const Checkpoint& check
                              Version version) {
   client::BeginOptions begin;
   begin.version = version;
-  begin.duration = FromSeconds(options.duration_seconds);
+  begin.duration = options.duration;
   begin.verification = VerificationOf(options.verification);
   begin.evict_late = options.evict_late;
   begin.broadcast = BroadcastOf(options.broadcast);
@@ -582,53 +579,54 @@ int RunPush(const GlobalOptions& global, const PushOptions& options) {
 
 Command AddPush(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand(
-      "push", "Install a checkpoint folder (safetensors) in every instance of a group");
+      "push", "Install a checkpoint folder (safetensors) in every instance of a group", kTry);
   auto options = std::make_shared<PushOptions>();
   sub.Add("CHECKPOINT_DIR", &options->folder,
           "Folder with model.safetensors, or an index and its shards")
       .Required();
   sub.Add("--group", &options->group, "The group").Required();
+  sub.Add("--coordinator", &options->coordinator,
+          "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
+  sub.AddFlag("--progress", &options->progress, "Show a progress bar on stderr");
+  sub.BeginGroup("Update");
   sub.Add("--version", &options->version, "The version to install (default: the group's + 1, or 1)")
       .InRange(int64_t{1}, INT64_MAX);
-  sub.Add("--duration", &options->duration_seconds,
-          "Seconds that the whole update may take (default: the daemon's)")
-      .InRange(0.001, 86'400.0);
-  sub.Add("--verification", &options->verification, "Default: the daemon's")
+  sub.Add("--duration", &options->duration,
+          "How long the whole update may take (default: the daemon's limits.default_duration_ms)");
+  sub.Add("--verification", &options->verification,
+          "What is compared after the copies (default: the daemon's default_verification)")
       .OneOf({"off", "transfer", "readback"});
-  sub.Add("--broadcast", &options->broadcast,
-          "Push, and how bytes reach engines on several GPUs: auto (the default), direct, "
-          "chain, symmetric, nccl; all but the first two need a trainer on a GPU")
-      .OneOf({kBroadcastMethodNames.begin(), kBroadcastMethodNames.end()});
-  sub.AddFlag("--push", &options->push,
-              "Push in buckets also where all engines are registered and a refit would do");
-  sub.Add("--bucket-bytes", &options->bucket_bytes,
-          "Push in buckets of so many bytes, such as 64MiB (default: 64MiB; inline 1MiB; "
-          "slot a slot)")
-      .AsSize()
-      .InRange(uint64_t{kPackAlignment}, uint64_t{1} << 40);
   sub.AddFlag("--evict-late", &options->evict_late,
               "Evict instances that are late or fail instead of aborting");
   sub.Add("--wait-instances", &options->wait_instances,
           "Begin when so many complete instances are attached")
       .InRange(1, 65'536);
-  sub.Add("--wait", &options->wait_seconds, "Seconds that --wait-instances waits (default 60)")
-      .InRange(0.001, 86'400.0);
+  sub.Add("--wait", &options->wait, "How long --wait-instances waits");
+  sub.BeginGroup("A group that is not there yet");
   const Option create = sub.AddFlag("--create", &options->create,
                                     "Create the group if there is none, for one trainer rank");
-  sub.Add("--instances", &options->instances,
-          "With --create: instances that an update waits for (default 1)")
+  sub.Add("--instances", &options->instances, "With --create: instances that an update waits for")
       .Needs(create)
       .InRange(1, 65'536);
   sub.AddFlag("--encrypted-data", &options->encrypted_data,
               "With --create: the group's bytes cross between daemons encrypted or not at all")
       .Needs(create);
+  sub.BeginGroup(
+      "Push in buckets (else a compiled refit where every engine takes in-place delivery)");
+  sub.AddFlag("--push", &options->push,
+              "Push in buckets also where all engines are registered and a refit would do");
+  sub.Add("--bucket-bytes", &options->bucket_bytes,
+          "The size of a bucket (default: 64MiB; inline 1MiB; slot a slot)")
+      .AsSize()
+      .InRange(uint64_t{kPackAlignment}, uint64_t{1} << 40);
   sub.Add("--mode", &options->mode,
-          "Push, and how bytes reach the daemon: region (shared memory; the default), slot "
-          "(its staging), inline")
+          "How bytes reach the daemon: region (shared memory; the default), slot (its staging), "
+          "inline")
       .OneOf({"region", "slot", "inline"});
-  sub.Add("--coordinator", &options->coordinator,
-          "HOST:PORT of the daemon that holds the group (default: the one at --socket)");
-  sub.AddFlag("--progress", &options->progress, "Show a progress bar on stderr");
+  sub.Add("--broadcast", &options->broadcast,
+          "How bytes reach engines on several GPUs: auto (the default), direct, chain, symmetric, "
+          "nccl; all but the first two need a trainer on a GPU")
+      .OneOf({kBroadcastMethodNames.begin(), kBroadcastMethodNames.end()});
   return {sub, [&global, options] { return RunPush(global, *options); }};
 }
 

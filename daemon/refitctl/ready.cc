@@ -26,7 +26,7 @@ absl::StatusOr<HealthCheckResponse> Await(const OperatorClient& client, const Gl
                                           const std::string& service) {
   REFITD_RETURN_IF_ERROR(client.ready());
   grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + global.timeout());
+  context.set_deadline(std::chrono::system_clock::now() + global.timeout);
   context.set_wait_for_ready(true);
   grpc::health::v1::HealthCheckRequest request;
   request.set_service(service);
@@ -71,7 +71,7 @@ int RunReady(const GlobalOptions& global, const ReadyOptions& options) {
 
 Command AddReady(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand(
-      "ready", "Whether an instance is ready to be sent requests; exit code 6: it is not");
+      "ready", "Whether an instance is ready to be sent requests; exit code 6: it is not", kLook);
   auto options = std::make_shared<ReadyOptions>();
   // Kubernetes puts no variables into the commands of probes, so the environment may name both.
   sub.Add("--group", &options->group, "The group").FromEnvironment("REFITD_GROUP").Required();

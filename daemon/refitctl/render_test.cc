@@ -1,6 +1,13 @@
 #include "daemon/refitctl/render.h"
 
+#include <fmt/format.h>
+
 #include <catch2/catch.hpp>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "daemon/refitctl/top_screen.h"
+#include "daemon/refitctl/trace_events.h"
 
 namespace refitd::refitctl {
 namespace {
@@ -322,6 +329,159 @@ TEST_CASE("aborted updates are counted and their reason shown") {
   REQUIRE(change.finished.size() == 1);
   CHECK_THAT(change.finished[0], Contains("policy v7 aborted after 500 ms: trainer rank 0: died"));
   CHECK(board.aborted() == 1);
+}
+
+v1::MemberStatus Member(const std::string& role, const std::string& instance, int rank,
+                        const std::string& state) {
+  v1::MemberStatus member;
+  member.set_group("policy");
+  member.set_role(role);
+  member.set_instance(instance);
+  member.set_rank(rank);
+  member.set_state(state);
+  return member;
+}
+
+TEST_CASE("the screen of top names groups, instances, versions, links and who is waited for") {
+  v1::GetStatusResponse status;
+  status.set_daemon_id("node-a");
+  status.set_serving(true);
+  v1::GroupStatus& group = *status.add_groups();
+  group = OnTwoDaemons();
+  group.set_state("updating");
+  group.set_version(4);
+  group.mutable_spec()->set_trainer_ranks(1);
+  group.set_trainers(1);
+  auto* send = group.mutable_nodes(0)->add_sends();
+  send->set_daemon_id("node-b");
+  send->set_bytes(1 << 30);
+  group.mutable_nodes(0)->set_data_seconds(0.5);
+  auto* instance = group.add_instances();
+  instance->set_name("vllm-0");
+  instance->set_state("clean_preparing");
+  instance->set_version(4);
+  instance->set_lag(0);
+  instance->set_ready(true);
+  instance->set_world_size(2);
+  instance->set_attached(2);
+  *group.mutable_update() = Update(9, 5, 0, 1);
+  group.mutable_update()->set_state("preparing");
+  v1::ListMembersResponse members;
+  *members.add_members() = Member("trainer", "", 0, "preparing");
+  *members.add_members() = Member("engine", "vllm-0", 0, "ready");
+  *members.add_members() = Member("engine", "vllm-0", 1, "preparing");
+
+  TopScreen screen;
+  const std::string text = screen.Render(status, members, 10);
+  INFO(text);
+  CHECK_THAT(text, Contains("node-a refitd  serving, up "));
+  CHECK_THAT(text, Contains("policy  updating        4       1/1    1/1"));
+  CHECK_THAT(text, Contains("policy  vllm-0    clean_preparing        4    0  yes      2/2  -"));
+  CHECK_THAT(text, Contains("policy v5 preparing "));
+  CHECK_THAT(text, Contains("\n  waits for vllm-0 rank 1 (Ready)\n"));
+  CHECK_THAT(text, Contains("policy  node-a  node-b    1.00 GiB  500 ms  2.00 GiB/s"));
+
+  // Rates of the moment come from the counts of two screens.
+  group.set_wire_bytes_sent(group.wire_bytes_sent() + (8 << 20));
+  CHECK_THAT(screen.Render(status, members, 12), Contains("  4.00 MiB/s"));
+}
+
+TEST_CASE(
+    "who is waited for: ranks that have not begun, instances, holders of slots, a few of all") {
+  v1::GroupStatus group;
+  group.set_name("policy");
+  group.mutable_spec()->set_trainer_ranks(3);
+  group.mutable_spec()->set_min_instances(2);
+  group.set_trainers(2);
+  v1::ListMembersResponse members;
+  *members.add_members() = Member("trainer", "", 1, "attached");
+  CHECK(WaitedFor(group, members).empty());
+  *group.mutable_update() = Update(9, 5, 0, 1);
+  group.mutable_update()->set_state("opening");
+  CHECK(WaitedFor(group, members) ==
+        "1 trainer ranks to attach, 2 instances to attach, trainer rank 1 (Begin)");
+  auto* slot = group.add_slots();
+  slot->set_slot(3);
+  slot->set_holder("engine vllm-0 rank 0");
+  group.mutable_update()->set_state("data");
+  members.mutable_members(0)->set_state("ready");
+  CHECK(WaitedFor(group, members) == "slot 3: engine vllm-0 rank 0");
+  for (int rank = 0; rank < 6; ++rank) {
+    *members.add_members() = Member("engine", "vllm-0", rank, "preparing");
+  }
+  CHECK_THAT(WaitedFor(group, members), EndsWith(" and 3 others"));
+  *group.mutable_update() = Ended(group.update(), true);
+  CHECK(WaitedFor(group, members).empty());
+}
+
+// The spans of a trace as "row: name begin+duration", in milliseconds.
+std::vector<std::string> SpansOf(const std::string& trace) {
+  const auto json = nlohmann::json::parse(trace);
+  std::map<std::pair<int, int>, std::string> rows;
+  std::vector<std::string> spans;
+  for (const auto& event : json.at("traceEvents")) {
+    const std::pair<int, int> row(event.at("pid").get<int>(), event.at("tid").get<int>());
+    if (event.at("name") == "thread_name") {
+      rows[row] = event.at("args").at("name").get<std::string>();
+    }
+    if (event.at("ph") != "X") continue;
+    spans.push_back(
+        fmt::format("{}: {} {:.0f}+{:.0f}", rows.at(row), event.at("name").get<std::string>(),
+                    event.at("ts").get<double>() / 1000, event.at("dur").get<double>() / 1000));
+  }
+  CHECK_FALSE(json.at("otherData").at("not_recorded").get<std::string>().empty());
+  return spans;
+}
+
+TEST_CASE(
+    "a trace of watched updates has phases, and what is recorded of ranks, daemons and links") {
+  UpdateTrace trace;
+  v1::UpdateStatus update = Update(9, 5, 0, 0);
+  update.set_state("preparing");
+  CHECK_FALSE(trace.Watch(update, 100));
+  update.set_state("data");
+  update.set_elapsed_seconds(0.1);
+  CHECK_FALSE(trace.Watch(update, 100.2));
+  update.set_elapsed_seconds(0.2);
+  CHECK_FALSE(trace.Watch(update, 100.3));
+  update = Ended(update, true);
+  update.set_elapsed_seconds(0.5);
+  CHECK(trace.Watch(update, 100.6));
+  CHECK_FALSE(trace.Watch(update, 100.7));                         // it has ended before
+  CHECK_FALSE(trace.Watch(Ended(Update(8, 4, 0, 1), true), 101));  // nobody saw it run
+
+  v1::GetUpdateStatisticsResponse statistics;
+  *statistics.mutable_update() = update;
+  for (const double seconds : {0.1, 0.2}) {
+    auto* bucket = statistics.add_buckets();
+    bucket->set_trainer_rank(1);
+    bucket->set_seq(statistics.buckets_size() - 1);
+    bucket->set_seconds(seconds);
+  }
+  trace.Add(statistics);
+  v1::GroupStatus group = OnTwoDaemons();
+  *group.mutable_update() = update;
+  group.mutable_nodes(0)->set_data_seconds(0.25);
+  auto* send = group.mutable_nodes(0)->add_sends();
+  send->set_daemon_id("node-b");
+  send->set_bytes(1 << 20);
+  trace.Add(group);
+
+  CHECK(SpansOf(trace.Json()) ==
+        std::vector<std::string>{"updates: v5 committed 0+500", "phases: preparing 0+100",
+                                 "phases: data 100+400", "rank 1: bucket 0 100+100",
+                                 "rank 1: bucket 1 200+200", "node-a: node-a 100+250",
+                                 "node-a to node-b: 1.00 MiB 100+250"});
+}
+
+TEST_CASE("a trace of an update that was not watched has no phases") {
+  UpdateTrace trace;
+  v1::GetUpdateStatisticsResponse statistics;
+  trace.Add(statistics);  // there was no update yet
+  CHECK(SpansOf(trace.Json()).empty());
+  *statistics.mutable_update() = Ended(Update(9, 5, 0, 0.5), true);
+  trace.Add(statistics);
+  CHECK(SpansOf(trace.Json()) == std::vector<std::string>{"updates: v5 committed 0+500"});
 }
 
 }  // namespace

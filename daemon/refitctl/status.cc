@@ -30,7 +30,8 @@ std::string NodesJson(const v1::GetStatusResponse& status) {
 }  // namespace
 
 Command AddStatus(CommandApp app, const GlobalOptions& global) {
-  CommandApp sub = app.AddCommand("status", "The daemon: groups, instances, slots, resources");
+  CommandApp sub =
+      app.AddCommand("status", "The daemon: groups, instances, slots, resources", kLook);
   return {sub, [&global] {
             const auto status = OperatorClient(global).GetStatus();
             if (!status.ok()) return Fail(status.status());
@@ -40,7 +41,7 @@ Command AddStatus(CommandApp app, const GlobalOptions& global) {
 }
 
 Command AddGroups(CommandApp app, const GlobalOptions& global) {
-  CommandApp sub = app.AddCommand("groups", "The groups and their versions");
+  CommandApp sub = app.AddCommand("groups", "The groups and their versions", kLook);
   return {sub, [&global] {
             const auto groups = OperatorClient(global).ListGroups();
             if (!groups.ok()) return Fail(groups.status());
@@ -50,7 +51,7 @@ Command AddGroups(CommandApp app, const GlobalOptions& global) {
 }
 
 Command AddMembers(CommandApp app, const GlobalOptions& global) {
-  CommandApp sub = app.AddCommand("members", "The attached trainer and engine ranks");
+  CommandApp sub = app.AddCommand("members", "The attached trainer and engine ranks", kLook);
   auto group = std::make_shared<std::string>();
   sub.Add("--group", group.get(), "Only this group's");
   return {sub, [&global, group] {
@@ -62,7 +63,8 @@ Command AddMembers(CommandApp app, const GlobalOptions& global) {
 }
 
 Command AddNodes(CommandApp app, const GlobalOptions& global) {
-  CommandApp sub = app.AddCommand("nodes", "The daemons of each group, and the links between them");
+  CommandApp sub =
+      app.AddCommand("nodes", "The daemons of each group, and the links between them", kLook);
   return {sub, [&global] {
             const auto status = OperatorClient(global).GetStatus();
             if (!status.ok()) return Fail(status.status());
@@ -73,7 +75,7 @@ Command AddNodes(CommandApp app, const GlobalOptions& global) {
 
 Command AddBuckets(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand(
-      "buckets", "How the buckets of a group's running update, or of its last one, went");
+      "buckets", "How the buckets of a group's running update, or of its last one, went", kLook);
   auto group = std::make_shared<std::string>();
   sub.Add("--group", group.get(), "The group").Required();
   return {sub, [&global, group] {

@@ -9,7 +9,7 @@
 namespace refitd::refitctl {
 
 Command AddValidate(CommandApp app, const GlobalOptions&) {
-  CommandApp sub = app.AddCommand("validate", "Check a configuration file of refitd");
+  CommandApp sub = app.AddCommand("validate", "Check a configuration file of refitd", kConfigure);
   auto path = std::make_shared<std::string>();
   sub.Add("CONFIG", path.get(), "The file (textproto)").Required();
   return {sub, [path] {

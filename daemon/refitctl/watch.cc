@@ -9,12 +9,15 @@
 namespace refitd::refitctl {
 namespace {
 
-constexpr int64_t kTerminalIntervalMs = 200;
-constexpr int64_t kLogIntervalMs = 1000;  // the interval if every change becomes a line that stays
+using std::chrono::milliseconds;
+
+constexpr milliseconds kTerminalInterval{200};
+constexpr milliseconds kLogInterval{
+    1000};  // the interval if every change becomes a line that stays
 
 struct WatchOptions {
   std::string group;
-  int64_t interval_ms = 0;
+  std::chrono::milliseconds interval{0};  // 0: the default of the kind of output
   bool until_idle = false;
   bool timeout_given = false;
 };
@@ -22,8 +25,8 @@ struct WatchOptions {
 // Shows a board's changes: redrawn on a terminal, else one line for each change.
 class Screen {
  public:
-  explicit Screen(std::optional<int> columns) {
-    if (columns) block_.emplace(*columns);
+  explicit Screen(std::optional<TerminalSize> terminal) {
+    if (terminal) block_.emplace(terminal->columns);
   }
   void Show(const UpdateBoard::Change& change, const UpdateBoard& board) {
     if (!change.changed) return;
@@ -46,19 +49,20 @@ int RunWatch(const GlobalOptions& global, const WatchOptions& options) {
   grpc::ClientContext context;
   // Without --timeout a watch lasts until its user ends it.
   if (options.timeout_given) {
-    context.set_deadline(std::chrono::system_clock::now() + global.timeout());
+    context.set_deadline(std::chrono::system_clock::now() + global.timeout);
   }
-  const auto columns = TerminalColumns(STDOUT_FILENO);
+  const auto terminal = TerminalSizeOf(STDOUT_FILENO);
   v1::WatchUpdatesRequest request;
   request.set_group(options.group);
   request.set_until_idle(options.until_idle);
-  request.set_interval_ms(options.interval_ms != 0 ? options.interval_ms
-                          : columns                ? kTerminalIntervalMs
-                                                   : kLogIntervalMs);
+  request.set_interval_ms((options.interval.count() != 0
+                               ? options.interval
+                               : (terminal ? kTerminalInterval : kLogInterval))
+                              .count());
   if (const absl::Status status = client.ready(); !status.ok()) return Fail(status);
   const auto reader = client.stub().WatchUpdates(&context, request);
   UpdateBoard board;
-  Screen screen(columns);
+  Screen screen(terminal);
   v1::UpdateStatus update;
   while (reader->Read(&update)) {
     const auto change = board.Apply(update);
@@ -77,12 +81,14 @@ int RunWatch(const GlobalOptions& global, const WatchOptions& options) {
 
 Command AddWatch(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand(
-      "watch", "Updates with their progress; exits with 1 if one that it saw was aborted");
+      "watch", "Updates with their progress; exits with 1 if one that it saw was aborted", kLook);
   auto options = std::make_shared<WatchOptions>();
   sub.Add("--group", &options->group, "Only this group's");
   sub.AddFlag("--until-idle", &options->until_idle, "End when no update runs");
-  sub.Add("--interval", &options->interval_ms, "Milliseconds between progress reports")
-      .InRange(20, 60'000);
+  sub.Add(
+      "--interval", &options->interval,
+      "Time between progress reports (default: 200ms on a terminal, else 1s)",
+      {.lowest = milliseconds(20), .highest = std::chrono::minutes(1), .bare = milliseconds(1)});
   return {sub, [&global, options, app] {
             options->timeout_given = app.given("--timeout");
             return RunWatch(global, *options);

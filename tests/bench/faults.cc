@@ -80,9 +80,9 @@ std::vector<std::string> Limits(const std::string& id) {
   const auto flag = [](const char* name, milliseconds limit) {
     return fmt::format("--{}={}", name, limit.count());
   };
-  return {"--daemon-id=" + id,    flag("ready-ms", kLate),
-          flag("ack-ms", kLate),  flag("peer-silence-ms", kSilence),
-          flag("wire-ms", kWire), "--log-level=error"};
+  return {"--daemon-id=" + id,          flag("limits-ready-ms", kLate),
+          flag("limits-ack-ms", kLate), flag("peers-silence-ms", kSilence),
+          flag("peers-wire-ms", kWire), "--log-level=error"};
 }
 
 // ---- killed members ----

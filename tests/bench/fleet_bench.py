@@ -421,7 +421,7 @@ def bench_slow(checkpoint: str, size: int, options: argparse.Namespace) -> bool:
     finally:
         fleet.end()
     others, caught_up = [], []
-    fleet = Fleet(engines, checkpoint, options, last=options.slow, flags=("--relay-slow-ms=%d" % options.relay_slow,))
+    fleet = Fleet(engines, checkpoint, options, last=options.slow, flags=("--peers-relay-slow-ms=%d" % options.relay_slow,))
     try:
         fleet.push("refit")
         for _ in range(options.rounds):

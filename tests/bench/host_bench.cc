@@ -209,7 +209,7 @@ void BenchReplicas(Report* report, const std::string& self, const std::string& r
     const std::string socket = dir + "/replicas-" + c.every + ".sock";
     c.daemon = std::make_unique<Child>(
         std::vector<std::string>{refitd, "--listen-unix", socket, "--log-level", "warning",
-                                 "--compare-every", c.every},
+                                 "--limits-compare-every", c.every},
         false);
     c.session =
         std::make_unique<RefitSession>(self, socket, "replicas", RefitCase{model, 2, 1, true});

@@ -19,7 +19,7 @@ namespace refitd::demo {
 class Console {
  public:
   Console() {
-    if (const auto columns = TerminalColumns(STDOUT_FILENO)) block_.emplace(*columns);
+    if (const auto terminal = TerminalSizeOf(STDOUT_FILENO)) block_.emplace(terminal->columns);
   }
 
   void Say(const std::string& line) {

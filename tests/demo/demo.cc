@@ -125,7 +125,8 @@ class Demo {
     nodes_[kNodeB].role = "joined";
     for (NodeDaemon& node : nodes_) {
       node.global.socket = work_->File(node.id + ".sock");
-      node.global.timeout_seconds = options_.wait_seconds;
+      node.global.timeout =
+          std::chrono::milliseconds(static_cast<int64_t>(options_.wait_seconds * 1000));
     }
     const absl::Status status = RunAll();
     if (!status.ok()) ShowLogs();

@@ -111,6 +111,7 @@ class LicensesTest(FolderTest):
         load("wheel_licenses")
         wheel = os.path.join(self.folder, "refitd-1.2.3-py3-none-any.whl")
         with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("refitd/_bin/", "")
             archive.writestr("refitd/_bin/refitd", "a program")
             archive.writestr("refitd/_licenses/packages.json", json.dumps(ROWS))
         bill = load("sbom").bill(wheel, 86400)

@@ -30,7 +30,7 @@ Model SmallModel() {
 
 // A test's updates stay open as long as the test takes.
 std::vector<std::string> WithPatience(std::vector<std::string> flags) {
-  flags.insert(flags.end(), {"--idle-ms=600000", "--default-duration-ms=600000"});
+  flags.insert(flags.end(), {"--limits-idle-ms=600000", "--limits-default-duration-ms=600000"});
   return flags;
 }
 
@@ -67,7 +67,7 @@ struct Scene {
   }
 
   const Model model = SmallModel();
-  Daemon daemon{std::vector<std::string>{"--cuda=false"}};
+  Daemon daemon{std::vector<std::string>{"--cuda-enabled=false"}};
   Holder engine;
   RawTrainer trainer;
   Holder bystander_engine;
@@ -481,7 +481,7 @@ TEST_CASE("a repeated request id has no second effect and gets the first answer"
 }
 
 TEST_CASE("limits on bytes and messages are enforced and named") {
-  Scene s({"--inline-bytes=64", "--message-bytes=131072"});
+  Scene s({"--limits-inline-bytes=64", "--limits-message-bytes=131072"});
   CHECK(s.trainer.welcome().limits().inline_bytes() == 64);
   CHECK(s.trainer.welcome().limits().message_bytes() == 131'072);
   REQUIRE_OK(s.trainer.Begin(5));
@@ -1097,7 +1097,7 @@ TEST_CASE("a bad configuration ends with exit code 2 and the place, field and va
   exit = RunDaemon({"--no-such-flag"});
   CHECK(exit.code == 2);
   CHECK_THAT(exit.errors, Catch::Contains("no-such-flag"));
-  exit = RunDaemon({"--ready-ms=soon"});
+  exit = RunDaemon({"--limits-ready-ms=soon"});
   CHECK(exit.code == 2);
   CHECK_THAT(exit.errors, Catch::Contains("ready") && Catch::Contains("soon"));
   exit = RunDaemon({"--listen-tcp=0.0.0.0:0"});

@@ -36,9 +36,13 @@ std::vector<std::string> Flags(const std::string& id, const std::string& host) {
   const auto flag = [](const char* name, milliseconds limit) {
     return fmt::format("--{}={}", name, limit.count());
   };
-  return {"--daemon-id=" + id,    "--listen-tcp=" + host + ":0", flag("peer-silence-ms", kSilence),
-          flag("wire-ms", kWire), flag("ready-ms", kReady),      flag("ack-ms", kAck),
-          flag("idle-ms", kIdle)};
+  return {"--daemon-id=" + id,
+          "--listen-tcp=" + host + ":0",
+          flag("peers-silence-ms", kSilence),
+          flag("peers-wire-ms", kWire),
+          flag("limits-ready-ms", kReady),
+          flag("limits-ack-ms", kAck),
+          flag("limits-idle-ms", kIdle)};
 }
 
 bool IsOk(const std::string& answer) { return answer.rfind("ok", 0) == 0; }

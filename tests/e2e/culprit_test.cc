@@ -19,7 +19,7 @@ constexpr int kTensors = 8;
 
 std::vector<std::string> Flags(const std::string& id, int silence_ms) {
   return {"--daemon-id=" + id, "--listen-tcp=127.0.0.1:0",
-          fmt::format("--peer-silence-ms={}", silence_ms), "--wire-ms=2000"};
+          fmt::format("--peers-silence-ms={}", silence_ms), "--peers-wire-ms=2000"};
 }
 
 template <typename Hello>

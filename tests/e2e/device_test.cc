@@ -1239,7 +1239,7 @@ TEST_CASE("the daemon's own process serves the GPUs of the driver that its confi
   hello.mutable_device()->set_name((*CudaMemory::Create(FakeCuda::Path()))->devices()[1].uuid);
   CHECK(RawTrainer(daemon.Connect(), hello).attached().ok());
 
-  Daemon without({"--cuda-library=" + FakeCuda::Path(), "--cuda=false"});
+  Daemon without({"--cuda-library=" + FakeCuda::Path(), "--cuda-enabled=false"});
   CHECK(!without.Status().transports(1).available());
   CHECK_THAT(without.Status().transports(1).detail(), Contains("cuda.enabled"));
 }

@@ -180,10 +180,11 @@ static bool InTheClear(const std::vector<std::string>& flags) {
 
 // Tests run beside each other on machines that are busy with compilers and sanitizers, so a test
 // that is not about silence allows twice the default.
-static constexpr char kTestSilence[] = "--peer-silence-ms=10000";
+static constexpr char kTestSilence[] = "--peers-silence-ms=10000";
 static bool SaysSilence(const std::vector<std::string>& flags) {
-  return std::any_of(flags.begin(), flags.end(),
-                     [](const std::string& flag) { return flag.starts_with("--peer-silence-ms"); });
+  return std::any_of(flags.begin(), flags.end(), [](const std::string& flag) {
+    return flag.starts_with("--peers-silence-ms");
+  });
 }
 
 Daemon::Daemon(std::vector<std::string> flags, std::vector<std::string> launcher)

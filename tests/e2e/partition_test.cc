@@ -111,8 +111,8 @@ class Network {
 
 std::vector<std::string> Flags(const std::string& id) {
   return {"--daemon-id=" + id, "--data-interface=v0",
-          fmt::format("--peer-silence-ms={}", kSilence.count()),
-          fmt::format("--wire-ms={}", kWire.count())};
+          fmt::format("--peers-silence-ms={}", kSilence.count()),
+          fmt::format("--peers-wire-ms={}", kWire.count())};
 }
 std::vector<std::string> CoordinatorFlags() {
   std::vector<std::string> flags = Flags("alpha");

@@ -470,10 +470,10 @@ TEST_CASE("a changed policy counts at once and ends no lease, and a bad one is n
 
 TEST_CASE("an identity has limits of its own, and the error names identity, limit and value") {
   Certified certified;
-  Daemon daemon(
-      Flags(certified.Issue("refitd/a"),
-            {"--listen-tcp=127.0.0.1:0", "--identity-groups=1", "--identity-members=2",
-             "--identity-pool-bytes=512MiB", "--identity-regions=1", "--identity-updates=1"}));
+  Daemon daemon(Flags(certified.Issue("refitd/a"),
+                      {"--listen-tcp=127.0.0.1:0", "--limits-per-identity-groups=1",
+                       "--limits-per-identity-members=2", "--limits-per-identity-pool-bytes=512MiB",
+                       "--limits-per-identity-regions=1", "--limits-per-identity-updates=1"}));
   const TlsFiles t = certified.Issue("t");
   const auto first = Train(daemon.address(), t, "g");
   REQUIRE(first.ok());
@@ -504,7 +504,7 @@ TEST_CASE("an identity has limits of its own, and the error names identity, limi
 }
 
 TEST_CASE("pools and running updates are limited for each identity too") {
-  Daemon daemon({"--identity-updates=1", "--identity-pool-bytes=384MiB"});
+  Daemon daemon({"--limits-per-identity-updates=1", "--limits-per-identity-pool-bytes=384MiB"});
   const Model model = MixedModel();
   client::ConnectOptions near;
   near.socket = daemon.socket();

@@ -67,7 +67,7 @@ class Watch {
 };
 
 std::vector<std::string> Flags(const std::string& daemon_id) {
-  return {"--listen-tcp=127.0.0.1:0", "--daemon-id=" + daemon_id, "--ready-ms=500"};
+  return {"--listen-tcp=127.0.0.1:0", "--daemon-id=" + daemon_id, "--limits-ready-ms=500"};
 }
 
 v1::EngineHello HelloOf(const std::string& instance, const v1::GroupSpec& spec) {

@@ -312,7 +312,7 @@ TEST_CASE("a daemon that serves one node alone refuses a coordinator") {
 // ---- over two daemons ----
 
 std::vector<std::string> NodeFlags(const std::string& id) {
-  return {"--listen-tcp=127.0.0.1:0", "--daemon-id=" + id, "--peer-silence-ms=1000"};
+  return {"--listen-tcp=127.0.0.1:0", "--daemon-id=" + id, "--peers-silence-ms=1000"};
 }
 
 TEST_CASE("a call that its coordinator's silence ends is made again when it is there again") {

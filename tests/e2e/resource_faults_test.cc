@@ -310,8 +310,8 @@ std::string TcpAddress(Daemon* daemon) {
 }
 
 TEST_CASE("a data plane that finds no descriptors fails the update by name; the next one commits") {
-  Daemon alpha({"--listen-tcp=127.0.0.1:0", "--daemon-id=alpha", "--wire-ms=3000"});
-  Daemon beta({"--daemon-id=beta", "--wire-ms=3000"});
+  Daemon alpha({"--listen-tcp=127.0.0.1:0", "--daemon-id=alpha", "--peers-wire-ms=3000"});
+  Daemon beta({"--daemon-id=beta", "--peers-wire-ms=3000"});
   const std::string coordinator = TcpAddress(&alpha);
   Pair local(alpha, alpha, "local");
   local.Installed(1);

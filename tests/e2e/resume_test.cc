@@ -45,7 +45,7 @@ struct Fleet {
       const std::vector<std::string> flags = {
           "--daemon-id=" + NameOf(node), "--data-interface=v0",
           fmt::format("--listen-tcp={}:7411", Star::AddressOf(node)),
-          fmt::format("--peer-silence-ms={}", kSilence.count())};
+          fmt::format("--peers-silence-ms={}", kSilence.count())};
       daemons.push_back(std::make_unique<Daemon>(flags, net[node].launcher()));
     }
     client::TrainerOptions options = ShardsOn(*daemons[0]);

@@ -282,7 +282,7 @@ std::vector<std::string> FlagsOf(const TlsFiles& files, const std::string& id,
                                  std::vector<std::string> more) {
   more.insert(more.end(), {"--daemon-id=" + id, std::string("--peers-identity=") + kDaemons,
                            "--catch-ups=false", "--data-interface=v0",
-                           fmt::format("--data-port={}", kDataPort), "--peer-silence-ms=30000"});
+                           fmt::format("--data-port={}", kDataPort), "--peers-silence-ms=30000"});
   return Flags(files, std::move(more));
 }
 

@@ -105,6 +105,7 @@ class Browser:
                    responseHeaders=[{"name": "Content-Type", "value": content_type}], body=base64.b64encode(body.encode()).decode())
 
     def open(self, address):
+        self.call("Page.navigate", url="about:blank")  # ends what the page before still does
         self.requests.clear()
         self.complaints.clear()
         self.call("Page.navigate", url=address)
@@ -134,6 +135,7 @@ class Browser:
     def look(self, width, height, scheme):
         """A screen of that size, whose user prefers that scheme of colours."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def picture(self, path):

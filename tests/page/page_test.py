@@ -57,7 +57,7 @@ class Paged(Daemon):
 
     def __init__(self, name, *flags, address="127.0.0.1:0"):
         page = ("--metrics-listen", address, "--metrics-page")
-        super().__init__("--daemon-id", name, "--insecure", "--cuda", "false", *page, *flags, binary=BIN + "/daemon/refitd")
+        super().__init__("--daemon-id", name, "--insecure", "--cuda-enabled", "false", *page, *flags, binary=BIN + "/daemon/refitd")
         self.page = None
 
     def __enter__(self):
@@ -85,9 +85,12 @@ class PageTest(unittest.TestCase):
         cls.version = 0
         cls.engine(cls.a, "near")
         cls.engine(cls.b, "far", "--coordinator", cls.a.listener("tcp"))
-        for _ in range(3):
+        for _ in range(12):
             cls.push()
-        cls.fail_an_update()
+        cls.attach_to_reward()
+        cls.fail_an_update(1, "its rewards collapsed")
+        cls.picture_for_the_pages()
+        cls.fail_an_update(2, HOSTILE)
 
     @classmethod
     def engine(cls, daemon, name, *more):
@@ -103,16 +106,26 @@ class PageTest(unittest.TestCase):
             "--wait-instances", "2", "--version", str(cls.version))
 
     @classmethod
-    def fail_an_update(cls):
-        """Aborts an update of the group "reward", for a hostile reason."""
+    def attach_to_reward(cls):
         engine = subprocess.Popen([BIN + "/client/examples/engine_example", cls.a.socket, "reward", "judge", "1"], stderr=subprocess.DEVNULL)
         cls.addClassCleanup(engine.wait, CHILD_SECONDS)
         cls.addClassCleanup(engine.kill)
-        channel = cls.enterClassContext(cls.a.channel())
-        cls.trainer = StubTrainer(channel, "reward", instances=1)
-        cls.trainer.begin(1)
-        abort = operator_pb2.AbortUpdateRequest(group="reward", reason=HOSTILE)
-        operator_pb2_grpc.OperatorStub(channel).AbortUpdate(abort, timeout=SECONDS)
+        cls.channel = cls.enterClassContext(cls.a.channel())
+        cls.trainer = StubTrainer(cls.channel, "reward", instances=1)
+
+    @classmethod
+    def fail_an_update(cls, version, reason):
+        cls.trainer.begin(version)
+        abort = operator_pb2.AbortUpdateRequest(group="reward", reason=reason)
+        operator_pb2_grpc.OperatorStub(cls.channel).AbortUpdate(abort, timeout=SECONDS)
+
+    @classmethod
+    def picture_for_the_pages(cls):
+        """docs/figures/page.png is this one."""
+        cls.browser.look(1000, 700, "light")
+        cls.browser.open(cls.a.page)
+        cls.browser.wait("document.querySelectorAll('#bars button').length === 13 && document.querySelectorAll('#facts').length")
+        cls.browser.picture(os.path.join(PICTURES, "page.png"))
 
     def setUp(self):
         self.browser.look(1280, 900, "light")
@@ -152,6 +165,8 @@ class PageTest(unittest.TestCase):
         self.open(self.b)
         self.assertEqual(self.rows("Instances of policy")[0][0], "far")
         self.assertIn("lives at " + self.a.listener("tcp"), self.texts("article > p")[0])
+        self.assertNotIn("committed", self.texts("article > p")[0], "a joined daemon does not count updates")
+        self.assertFalse(self.browser.ask("document.querySelector('#bars').checkVisibility()"))
         self.assertIn("the coordinator does", self.texts("#detail")[0])
         self.assertEqual(self.browser.complaints, [])
         self.picture("joined")
@@ -161,7 +176,7 @@ class PageTest(unittest.TestCase):
         bars = self.browser.ask("""[...document.querySelectorAll('#bars button')].map((b) => ({
             label: b.ariaLabel, mark: b.querySelector('b').textContent, height: b.querySelector('.bar').clientHeight,
             phases: [...b.querySelectorAll('.bar span')].map((s) => [s.dataset.phase, s.getBoundingClientRect().height])}))""")
-        self.assertGreaterEqual(len(bars), 4)
+        self.assertGreaterEqual(len(bars), 14)
         committed = [bar for bar in bars if bar["label"].startswith("policy")]
         for bar in committed:
             self.assertRegex(bar["label"], r"^policy version \d+: committed, [\d.]+ m?s, 10\.\d MiB · ")
@@ -170,7 +185,7 @@ class PageTest(unittest.TestCase):
         tallest = max(committed, key=lambda bar: bar["height"])
         self.assertGreater(tallest["height"], 100)
         aborted = [bar for bar in bars if bar["label"].startswith("reward")]
-        self.assertTrue(aborted[0]["mark"].startswith("✕"), aborted)
+        self.assertTrue(all(bar["mark"].startswith("✕") for bar in aborted), aborted)
 
         self.browser.ask("document.querySelector('#as-table summary').click()")
         self.browser.wait("document.querySelectorAll('#table tbody tr').length === %d" % len(bars))
@@ -178,7 +193,7 @@ class PageTest(unittest.TestCase):
 
     def test_the_last_failure_is_shown_with_its_reason_as_text(self):
         self.open()
-        self.assertIn("✕ reward version 1: aborted", self.texts("#failure-what")[0])
+        self.assertIn("✕ reward version 2: aborted", self.texts("#failure-what")[0])
         self.assertIn(SHOWN, self.texts("#failure-why")[0])
         self.assertIn("suspects: operator", self.texts("#failure-more")[0])
         self.assertEqual(self.browser.ask("[document.scripts.length, document.images.length, window.pwned ?? 0]"), [1, 0, 0])

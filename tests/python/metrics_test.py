@@ -162,7 +162,7 @@ class MetricsTest(unittest.TestCase):
             self.assertNotIn("policy", daemon.scrape())
 
     def test_each_way_to_lose_an_update_counts_under_its_own_reason(self):
-        with Metered("--ready-ms", "60000", "--idle-ms", "60000") as daemon, daemon.channel() as channel:
+        with Metered("--limits-ready-ms", "60000", "--limits-idle-ms", "60000") as daemon, daemon.channel() as channel:
             operator = operator_pb2_grpc.OperatorStub(channel)
             trainer = StubTrainer(channel, "policy", instances=1)
             engine = Child(self, "client/examples/engine_example", daemon.socket, "policy", "replica", "9")

@@ -59,7 +59,7 @@ class NcclTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             log = os.path.join(folder, "log")
             environment = dict(os.environ, NCCL_CUMEM_ENABLE="0", NCCL_ALGO="Ring", NCCL_HOSTID="a")
-            with Daemon("--cuda=false", "--log-file", log, environment=environment):
+            with Daemon("--cuda-enabled=false", "--log-file", log, environment=environment):
                 pass
             with open(log) as written:
                 text = written.read()

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tarfile
 import tempfile
 import unittest
 
@@ -60,7 +61,7 @@ class RefitctlTest(unittest.TestCase):
         for version in (1, 2, 3):
             command = [MAKE_CHECKPOINT, "--model", "tiny", "--seed", str(version), "--out", cls.checkpoint(version)]
             subprocess.run(command, check=True, timeout=CHILD_SECONDS)
-        cls.daemon = Daemon("--slot-bytes", str(SLOT_BYTES), "--slots", "4")
+        cls.daemon = Daemon("--slot-bytes", str(SLOT_BYTES), "--staging-slots", "4")
         cls.daemon.__enter__()
 
     @classmethod
@@ -261,6 +262,70 @@ class RefitctlTest(unittest.TestCase):
             engine.process.send_signal(signal.SIGTERM)
             engine.finish(OK)
 
+    def test_top_shows_groups_instances_and_links_on_one_screen(self):
+        engine = Engine(self, "topped", "replica", self.checkpoint(1))
+        self.refitctl("push", self.checkpoint(1), "--group", "topped", "--create")
+        engine.wait_for("verified")
+        self.wait_until_no_trainer_is_left("topped")
+        screen = self.refitctl("top", "--once")
+        self.assertRegex(screen, r"\A\S+ refitd \S+ serving, up ")
+        self.assertRegex(screen, r"\ntopped +idle +1 +0/1 +1/1 +1 +0 ")
+        self.assertRegex(screen, r"\ntopped +replica +clean +1 +0 +yes +1/1 +-\n")
+        self.assertIn("\ntopped v1 committed: %d tensors" % TENSORS, screen)
+
+    def groups_named(self, beginning, socket=None):
+        told = json.loads(self.refitctl("groups", "-o", "json", socket=socket))["groups"]
+        return [group["name"] for group in told if group["name"].startswith(beginning)]
+
+    def test_smoke_proves_the_bytes_at_every_daemon_and_leaves_no_group(self):
+        with Daemon("--listen-tcp", "127.0.0.1:0", "--insecure", "--daemon-id", "a") as a, Daemon("--insecure", "--daemon-id", "b") as b:
+            told = json.loads(self.refitctl("smoke", "-o", "json", socket=a.socket))
+            self.assertEqual((told["bytes"], told["compared"], told["committed"], told["not_tried"]), (1 << 20, ["a"], ["a"], []))
+            listeners = json.loads(self.refitctl("status", "-o", "json", socket=a.socket))["listeners"]
+            (coordinator,) = [name[len("tcp:"):] for name in listeners if name.startswith("tcp:")]
+            both = ("smoke", "--daemon", b.socket, "--coordinator", coordinator)
+            self.assertRegex(self.refitctl(*both, socket=a.socket), r"\A1\.00 MiB reached a, b, byte for byte; 2 of 2 instances ")
+            self.assertEqual(self.groups_named("refitctl-smoke", socket=a.socket), [])
+
+            named = ("--group", "refitctl-smoke-joined", "--coordinator", coordinator)
+            joined = Child(self, REFITCTL, "--socket", b.socket, "smoke", "--join", *named)
+            self.refitctl("smoke", *named, "--instances", "2", socket=a.socket)
+            self.assertEqual(joined.finish(OK)[-1], "1.00 MiB reached b, byte for byte")
+            self.assertEqual(self.groups_named("refitctl-smoke", socket=a.socket), [])
+
+    def test_a_smoke_that_fails_deletes_its_group_and_says_who_was_waited_for(self):
+        error = self.refitctl("smoke", "--instances", "2", "--duration", "500ms", code=DEADLINE)
+        self.assertIn("1 of 2 instances", error)
+        self.assertEqual(self.groups_named("refitctl-smoke"), [])
+        engine = Engine(self, "mine", "replica", self.checkpoint(1))
+        self.refitctl("push", self.checkpoint(1), "--group", "mine", "--create")
+        self.assertIn("group mine is there already", self.refitctl("smoke", "--group", "mine", code=FAILED))
+        engine.wait_for("verified")
+
+    def test_a_support_bundle_has_status_members_statistics_and_metrics(self):
+        with Daemon("--metrics-listen", "127.0.0.1:0", "--metrics-insecure", "true") as daemon:
+            Engine(self, "bundled", "replica", self.checkpoint(1), socket=daemon.socket)
+            self.refitctl("push", self.checkpoint(1), "--group", "bundled", "--create", socket=daemon.socket)
+            listeners = json.loads(self.refitctl("status", "-o", "json", socket=daemon.socket))["listeners"]
+            (metrics,) = [name[len("metrics:"):] for name in listeners if name.startswith("metrics:")]
+            path = os.path.join(self.folder, "bundle.tar")
+            self.refitctl("support-bundle", "-f", path, "--metrics", metrics, "--config", "/nowhere", socket=daemon.socket)
+            with tarfile.open(path) as bundle:
+                names = ["versions.txt", "status.json", "members.json", "statistics-0.json", "metrics.txt", "missing.txt"]
+                self.assertEqual(bundle.getnames(), names)
+                parts = {name: bundle.extractfile(name).read().decode() for name in names}
+            self.assertIn("bundled", parts["status.json"])
+            self.assertEqual(json.loads(parts["statistics-0.json"])["update"]["version"], "1")
+            self.assertIn("\nrefitd_updates_total{", parts["metrics.txt"])
+            self.assertRegex(parts["missing.txt"], r"\Aconfig.textproto: /nowhere: [^\n]*\n\Z")
+
+    def test_a_trace_has_the_last_update_and_its_buckets(self):
+        Engine(self, "traced", "replica", self.checkpoint(1))
+        pushed = self.json("push", self.checkpoint(1), "--group", "traced", "--create", "--push", "--bucket-bytes", "1MiB")
+        spans = [event for event in json.loads(self.refitctl("trace", "traced"))["traceEvents"] if event["ph"] == "X"]
+        self.assertEqual(spans[0]["name"], "v1 committed")
+        self.assertEqual(len([span for span in spans if span["name"].startswith("bucket ")]), pushed["buckets"])
+
     def start_watched_push(self, group):
         """A push that waits for a second engine, and a watch until idle that has shown it."""
         first = Engine(self, group, "first", self.checkpoint(1), "--versions", "1")
@@ -309,8 +374,8 @@ class RefitctlTest(unittest.TestCase):
 
     def test_instances_that_do_not_come_in_time_end_a_push_with_5(self):
         create = ["push", self.checkpoint(1), "--group", "lonely", "--create", "--instances", "2"]
-        error = self.refitctl(*create, "--wait-instances", "9", "--wait", "0.2", code=DEADLINE)
-        self.assertIn("group lonely: 0 of 9 instances are complete after 200 ms", error)
+        error = self.refitctl(*create, "--wait-instances", "9", "--wait", "200ms", code=DEADLINE)
+        self.assertIn("group lonely: 0 of 9 instances are complete after 200ms (--wait)", error)
         error = self.refitctl(*create, "--duration", "0.3", code=DEADLINE)
         self.assertIn("0 of 2 instances", error)
 
@@ -396,8 +461,8 @@ class RefitctlTest(unittest.TestCase):
         wait = ["--timeout", "0.2"]  # the wait for a daemon that starts
         engine = ["engine", "--group", "g", "--checkpoint", self.checkpoint(1), "--instance", "i", *wait]
         push = ["push", self.checkpoint(1), "--group", "g", *wait]
-        buckets = ["buckets", "--group", "g"]
-        for command in (["status"], ["groups"], ["members"], ["nodes"], buckets, ["watch"], push, engine):
+        buckets, trace = ["buckets", "--group", "g"], ["trace", "g"]
+        for command in (["status"], ["groups"], ["members"], ["nodes"], buckets, trace, ["top", "--once"], ["smoke"], ["watch"], push, engine):
             error = self.refitctl(*command, code=UNREACHABLE, socket=none)
             self.assertIn(none, error)
 

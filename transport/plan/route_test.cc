@@ -467,6 +467,9 @@ TEST_CASE("A tensor that is missing on either side is an error unless allowed") 
              Contains("tensor b") && Contains("trainer 0") &&
                  Contains("no rank of the instance of engine 1 declares it") &&
                  Contains("every instance must declare"));
+  CHECK_THAT(CompileError({Trainer(a, 0)}, {Engine(both, 0)}),
+             Contains("engine_only_tensors") && Contains("tied="));
+  CHECK_THAT(CompileError({Trainer(both, 0)}, {Engine(a, 0)}), Contains("unwanted_tensors"));
   RouteOptions options;
   options.unwanted_allowed = {"b"};
   CHECK(MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options).bytes == 1);

@@ -134,7 +134,7 @@ def start_process(command: list[str], **options: Any) -> subprocess.Popen[bytes]
 
 @contextmanager
 def daemon(*flags: str) -> Iterator[Daemon]:
-    """Runs a private daemon for a `with` block; `flags` are of refitd's command line, such as "--ready-ms=1000"."""
+    """Runs a private daemon for a `with` block; `flags` are of refitd's command line, such as "--limits-ready-ms=1000"."""
     running = Daemon(flags)
     try:
         yield running

@@ -14,7 +14,7 @@ SECONDS = 60  # far longer than anything takes; only a failing test reaches it
 class DaemonTest(unittest.TestCase):
     """Tests with a daemon of their class's own. `self.group` is another group in each test."""
 
-    flags = ("--slot-bytes=65536", "--slots=4")
+    flags = ("--slot-bytes=65536", "--staging-slots=4")
     # The device of the tests' members, also where another test has used CUDA in this process; None: the package finds it.
     device = "host"
 

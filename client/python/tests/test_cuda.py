@@ -20,7 +20,7 @@ EXPANDABLE = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CO
 
 
 class CudaTest(DaemonTest):
-    flags = ("--slot-bytes=4194304", "--slots=4")
+    flags = ("--slot-bytes=4194304", "--staging-slots=4")
     device = None
 
     def setUp(self):

@@ -110,7 +110,7 @@ class KilledDaemonTest(unittest.TestCase):
 
 
 class KilledMemberTest(DaemonTest):
-    flags = ("--slot-bytes=65536", "--slots=4", "--ready-ms=20000")
+    flags = ("--slot-bytes=65536", "--staging-slots=4", "--limits-ready-ms=20000")
 
     ENGINE = """
         engine = refitd.Engine(group, instance="victim", socket=socket)

@@ -90,7 +90,7 @@ def instructions(code):
 
 @unittest.skipIf(sys.version_info < (3, 11), "3.10 also runs handlers where a Python function has returned")
 class InterruptsTest(DaemonTest):
-    flags = ("--slot-bytes=65536", "--slots=4")
+    flags = ("--slot-bytes=65536", "--staging-slots=4")
 
     def at_each_point(self, scenario):
         """Calls `scenario(interruption)` with an interruption at each point until one comes no more. No handle may be left over."""
