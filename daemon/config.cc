@@ -1,6 +1,5 @@
 #include "daemon/config.h"
 
-#include <arpa/inet.h>
 #include <fcntl.h>
 #include <google/protobuf/io/tokenizer.h>
 #include <google/protobuf/text_format.h>
@@ -21,6 +20,7 @@
 #include "absl/strings/escaping.h"
 #include "daemon/process/flag_text.h"
 #include "daemon/process/version.h"
+#include "daemon/sockets/name_lookup.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 
@@ -379,12 +379,6 @@ absl::Status CheckNoZeroByte(std::string_view field, std::string_view value) {
   return Error(kInvalid, "{} has a zero byte after \"{}\"", field, value.substr(0, at));
 }
 
-bool IsNumeric(const std::string& host) {
-  in6_addr any{};
-  return inet_pton(AF_INET, host.c_str(), &any) == 1 ||
-         inet_pton(AF_INET6, host.c_str(), &any) == 1;
-}
-
 absl::Status CheckTcpAddress(std::string_view field, const std::string& address) {
   REFITD_RETURN_IF_ERROR(CheckNoZeroByte(field, address));
   const auto malformed = [&] {
@@ -399,7 +393,7 @@ absl::Status CheckTcpAddress(std::string_view field, const std::string& address)
   const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
   if (bracketed) host = host.substr(1, host.size() - 2);
   if (bracketed != (host.find(':') != std::string::npos)) return malformed();
-  if (host != "localhost" && !IsNumeric(host)) return malformed();
+  if (host != "localhost" && !IsNumericHost(host)) return malformed();
   uint16_t port = 0;
   const char* const end = address.data() + address.size();
   const auto [rest, error] = std::from_chars(address.data() + colon + 1, end, port);

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "proto/grpc_status.h"
 #include "transport/base/errors.h"
 #include "transport/base/utf8.h"
 
@@ -143,6 +144,14 @@ TEST_CASE("control characters and marks of direction are written out") {
                 "b") == "a\\u202eb");
   CHECK(Escaped("\xE2\x81\xA6\xE2\x80\x8F\xD8\x9C") == "\\u2066\\u200f\\u061c");
   CHECK(Escaped("\xff") == "\\xff");
+}
+
+TEST_CASE("a status of gRPC without a text was printed as nothing") {
+  const absl::Status other = FromGrpc({grpc::StatusCode::UNIMPLEMENTED, ""});
+  CHECK(other.code() == absl::StatusCode::kUnimplemented);
+  CHECK(other.message() == "UNIMPLEMENTED: this listener does not serve the method");
+  CHECK(FromGrpc({grpc::StatusCode::UNAVAILABLE, ""}).message() == "UNAVAILABLE");
+  CHECK(FromGrpc({grpc::StatusCode::UNAVAILABLE, "gone"}).message() == "gone");
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 
 #include <grpcpp/support/status.h>
 
+#include <string>
+
 #include "absl/status/status.h"
 #include "proto/failure.h"
 
@@ -16,11 +18,17 @@ inline grpc::Status ToGrpc(const absl::Status& status) {
   return {static_cast<grpc::StatusCode>(status.code()), StatusText(status), StatusDetails(status)};
 }
 
+// gRPC itself answers without a text, for instance where a listener does not serve the method: the
+// code is then the text.
 inline absl::Status FromGrpc(const grpc::Status& status) {
   if (status.ok()) return absl::OkStatus();
-  return WithStatusDetails(
-      absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message()),
-      status.error_details());
+  const auto code = static_cast<absl::StatusCode>(status.error_code());
+  std::string text = status.error_message();
+  if (text.empty()) text = absl::StatusCodeToString(code);
+  if (code == absl::StatusCode::kUnimplemented && status.error_message().empty()) {
+    text += ": this listener does not serve the method";
+  }
+  return WithStatusDetails(absl::Status(code, text), status.error_details());
 }
 
 }  // namespace refitd

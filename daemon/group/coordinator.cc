@@ -487,6 +487,8 @@ bool Coordinator::Impl::RouteToNode(GroupAction* action) {
     });
   }
   if (auto* a = std::get_if<WelcomeMember>(action)) {
+    // P9: its daemon knows by then who owns the group, and lets the owner see it.
+    Send(nodes.SendOwner(group.owner()));
     return send(a->member, [this](MemberId id) {
       return PeerWelcome{id, group.version(), group.spec().trainer_ranks};
     });

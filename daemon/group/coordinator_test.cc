@@ -971,6 +971,23 @@ TEST_CASE("A daemon id is one process's while its link lives: the same process r
   CHECK(f.coordinator().CanJoin("c", "second", "10.0.0.4:1").ok());
 }
 
+TEST_CASE("A daemon let its member in before it knew that the member owns the group (P9)") {
+  Fixture f;
+  TrainerIdentity trainer;
+  trainer.identity = "uid:20001";
+  f.Report(PeerAttach{MemberId(1), trainer});
+  const std::vector<SendCommand> sent = f.Local<SendCommand>();
+  const auto at = [&sent](auto is) { return std::find_if(sent.begin(), sent.end(), is); };
+  const auto owner = at([](const SendCommand& each) {
+    const auto* const command = std::get_if<PeerOwner>(&each.command);
+    return command != nullptr && command->owner == "uid:20001";
+  });
+  const auto welcome =
+      at([](const SendCommand& each) { return std::holds_alternative<PeerWelcome>(each.command); });
+  REQUIRE(welcome != sent.end());
+  CHECK(owner < welcome);
+}
+
 TEST_CASE("A member of another daemon for which there is no room is refused with the reason") {
   absl::Status room = absl::OkStatus();
   Fixture f([&room] { return room; });

@@ -6,6 +6,7 @@
 
 #include "daemon/node/life.h"
 #include "daemon/process/log.h"
+#include "daemon/sockets/name_lookup.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -94,13 +95,15 @@ absl::StatusOr<Operators::DrainedGroups> Operators::Drain(const std::string& gro
   DrainedGroups done;
   std::vector<std::string> names;
   for (const auto& [name, record] : state_.groups.all()) {
-    const bool named = record->follower != nullptr || !record->named.empty();
+    const std::string& coordinator =
+        record->follower != nullptr ? record->join.address : record->named;
+    // An address leads nowhere else later, so that the members would come back.
+    const bool named = !coordinator.empty() && !IsNumericHost(HostOfAddress(coordinator));
     if (name == group && !named) {
-      return Error(
-          absl::StatusCode::kFailedPrecondition,
-          "group '{}' lives in this daemon, whose own address its members name: they would "
-          "come back",
-          group);
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "group '{}': its members name {} as coordinator, and would come back: only a "
+                   "name can lead elsewhere",
+                   group, coordinator.empty() ? "this daemon's own address" : coordinator);
     }
     if (named && (group.empty() || name == group)) names.push_back(name);
   }

@@ -82,7 +82,9 @@ int Drain(const GlobalOptions& global, const DrainOptions& options) {
     Print(ToJson(all, /*pretty=*/true));
     return kExitOk;
   }
-  if (all.drained_size() == 0) Print("no group here has a name for its coordinator\n");
+  if (all.drained_size() == 0) {
+    Print("nothing drained: no group here has a host name as coordinator\n");
+  }
   for (const std::string& name : all.drained()) {
     Print(
         fmt::format("group {}: drained; its members come to where their coordinator's name "

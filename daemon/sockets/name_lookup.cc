@@ -99,6 +99,12 @@ std::string HostOfAddress(const std::string& address) {
   return host;
 }
 
+bool IsNumericHost(const std::string& host) {
+  in6_addr any{};
+  return inet_pton(AF_INET, host.c_str(), &any) == 1 ||
+         inet_pton(AF_INET6, host.c_str(), &any) == 1;
+}
+
 // A socket can be bound to the machine's own addresses alone.
 bool IsOwnAddress(const std::string& address) {
   sockaddr_in v4{};

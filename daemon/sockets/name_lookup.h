@@ -40,6 +40,8 @@ class NameLookup {
 
 // "10.0.0.1" of "10.0.0.1:7411", "::1" of "[::1]:7411".
 std::string HostOfAddress(const std::string& address);
+// Whether `host` is an IPv4 or IPv6 address, which leads nowhere else later, and not a name.
+bool IsNumericHost(const std::string& host);
 // Whether connections to that numeric address reach this machine, or this network namespace.
 bool IsOwnAddress(const std::string& address);
 

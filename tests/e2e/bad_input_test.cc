@@ -616,6 +616,23 @@ TEST_CASE("a group that comes in time is waited for") {
   CHECK(trainer.attached().ok());
 }
 
+TEST_CASE("a group whose coordinator is an address was drained, and its members came back") {
+  Daemon daemon({"--listen-tcp=127.0.0.1:0"});
+  v1::TrainerHello hello = RawTrainer::Hello("g");
+  hello.set_coordinator(daemon.address());
+  RawTrainer trainer(daemon.Connect(), hello);
+  REQUIRE(trainer.attached().ok());
+  v1::DrainRequest drain;
+  drain.set_group("g");
+  CheckRefused(daemon.Call(&v1::Operator::Stub::Drain, drain).status,
+               StatusCode::FAILED_PRECONDITION, {"'g'", daemon.address()});
+  drain.clear_group();
+  const auto drained = daemon.Call(&v1::Operator::Stub::Drain, drain);
+  REQUIRE_OK(drained);
+  CHECK(drained.response.drained().empty());
+  CHECK_FALSE(trainer.events().ended());
+}
+
 TEST_CASE("operators' requests about groups are refused by name") {
   Scene s;
   const auto create = [&](const std::string& group, const v1::GroupSpec& spec,

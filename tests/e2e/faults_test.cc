@@ -35,7 +35,7 @@ v1::BeginRequest BeginOf(int64_t version, bool evict_late = false, int64_t durat
 // long on a busy machine.
 constexpr int64_t kLimitMs = 3'000;
 std::string Limit(const std::string& name) {
-  return "--" + name + "-ms=" + std::to_string(kLimitMs);
+  return "--limits-" + name + "-ms=" + std::to_string(kLimitMs);
 }
 
 // Pushes the mixed model in two buckets, and commits.

@@ -392,12 +392,14 @@ void RawEngine::Take(const v1::BucketReady& part) {
 std::string RawEngine::LoadedDifference(const Model& model, const std::vector<std::string>& bytes) {
   std::lock_guard lock(loaded_mutex_);
   if (!loaded_error_.empty()) return loaded_error_;
-  if (loaded_tensors_.size() != model.size()) {
-    return fmt::format("{} tensors came instead of {}", loaded_tensors_.size(), model.size());
+  // An update of which no part came has changed nothing.
+  const auto& held = loaded_tensors_.empty() ? before_ : loaded_tensors_;
+  if (held.size() != model.size()) {
+    return fmt::format("{} tensors came instead of {}", held.size(), model.size());
   }
   for (size_t t = 0; t < model.size(); ++t) {
-    const auto loader = loaded_tensors_.find(model[t].name);
-    if (loader == loaded_tensors_.end()) return model[t].name + " did not come";
+    const auto loader = held.find(model[t].name);
+    if (loader == held.end()) return model[t].name + " did not come";
     if (loader->second.bytes != bytes[t]) return model[t].name + " has other bytes";
     if (loader->second.times.find_first_not_of('\1') != std::string::npos) {
       return model[t].name + ": not every byte came once";

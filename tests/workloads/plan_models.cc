@@ -312,10 +312,12 @@ int Run(int argc, char** argv) {
            "rank-out, node-out, node-in, local-copy in bytes a second: "
            "rank-out=360G,node-out=45G,node-in=45G,local-copy=1.5T")
       .Required();
-  switch (line.Parse(argc, argv)) {
+  std::string wrong;
+  switch (line.Parse(argc, argv, &wrong)) {
     case CommandLine::Outcome::kHelped:
       return kOk;
     case CommandLine::Outcome::kWrong:
+      fmt::print(stderr, "{}\n", wrong);
       return kUsage;
     case CommandLine::Outcome::kParsed:
       break;
