@@ -617,15 +617,16 @@ TEST_CASE("a group that comes in time is waited for") {
 }
 
 TEST_CASE("a group whose coordinator is an address was drained, and its members came back") {
-  Daemon daemon({"--listen-tcp=127.0.0.1:0"});
+  const Daemon coordinator({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
+  Daemon daemon({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
   v1::TrainerHello hello = RawTrainer::Hello("g");
-  hello.set_coordinator(daemon.address());
+  hello.set_coordinator(coordinator.address());
   RawTrainer trainer(daemon.Connect(), hello);
   REQUIRE(trainer.attached().ok());
   v1::DrainRequest drain;
   drain.set_group("g");
   CheckRefused(daemon.Call(&v1::Operator::Stub::Drain, drain).status,
-               StatusCode::FAILED_PRECONDITION, {"'g'", daemon.address()});
+               StatusCode::FAILED_PRECONDITION, {"'g'", coordinator.address()});
   drain.clear_group();
   const auto drained = daemon.Call(&v1::Operator::Stub::Drain, drain);
   REQUIRE_OK(drained);
