@@ -15,6 +15,7 @@ struct Planted {
   std::string_view name;
   std::string_view promises;  // the run may report any of these
   uint64_t within;            // seeds that are tried
+  uint64_t first = 0;         // the first of them
 };
 
 inline constexpr std::array<Planted, 31> kPlanted = {{
@@ -33,7 +34,8 @@ inline constexpr std::array<Planted, 31> kPlanted = {{
     {Bug::kOldBinding, "old-binding", "P1", 500},
     {Bug::kEarlyRounds, "early-rounds", "P5 P7", 500},
     {Bug::kUnfilledSlot, "unfilled-slot", "P1", 500},
-    {Bug::kHastyLeave, "hasty-leave", "REST", 4000},
+    // Rare: 3 of 26,000 seeds.
+    {Bug::kHastyLeave, "hasty-leave", "REST", 4000, 15'000},
     {Bug::kBlindWire, "blind-wire", "REST", 2000},
     {Bug::kPatientCleanUp, "patient-clean-up", "P4", 500},
     {Bug::kTrustedReply, "trusted-reply", "P10", 500},
