@@ -294,6 +294,10 @@ def _tensors_in(thing: Any) -> list[Any]:
     return []
 
 
+class _NotTried(str):
+    """Why a parameter could not be tried. Any other reason says what its layer's output showed when it was."""
+
+
 class _Calls:
     """What each module got in one run of the model, at its first call."""
 
@@ -571,7 +575,7 @@ class Prover:
             self.proof.proved.append(held.name)
         elif shows_nothing:
             self.proof.unproved[held.name] = shows_nothing
-        elif not held.tensor.dtype.is_floating_point or held.layer is None or why.startswith("can't be told"):
+        elif not held.tensor.dtype.is_floating_point or held.layer is None or isinstance(why, _NotTried):
             self.proof.unproved[held.name] = why
         else:
             self.proof.failed[held.name] = why
@@ -583,7 +587,8 @@ class Prover:
         try:
             base = self.steady(layer)
         except Exception as error:
-            return {held.name: f"can't be told, because its layer can't be run alone: {type(error).__name__}: {error}" for held in its}
+            untried = _NotTried(f"can't be told, because its layer can't be run alone: {type(error).__name__}: {error}")
+            return dict.fromkeys((held.name for held in its), untried)
         return {held.name: why for held in its if (why := self._perturb_parameter(held, base, self._router_of(held) if forced else None))}
 
     def _perturb_parameter(self, held: _Entry, base: _Outputs, router: _Router | None) -> str:
@@ -636,7 +641,7 @@ class Prover:
         if not changed:
             return f"({type(held.module).__name__}) is not read: its layer gives the same with other values there"
         if stale and strange:
-            return "can't be told of each expert, because tokens can't be sent to chosen ones"
+            return _NotTried("can't be told of each expert, because tokens can't be sent to chosen ones")
         if stale:
             return f"of experts {', '.join(map(str, sorted(stale)[:8]))} is not read: tokens that go there give the same with other values"
         return ""
