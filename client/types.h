@@ -193,8 +193,8 @@ class LeasedSlot {
   virtual int64_t bytes() const = 0;
 };
 
-// What a trainer pushes at a time: tensors, whole or the parts given by `ranges`, and the place of
-// their bytes.
+// A trainer pushes one bucket at a time: tensors, whole or the parts given by `ranges`, and the
+// place of their bytes.
 struct Bucket {
   std::vector<TensorSpec> tensors;
   std::vector<TensorRange> ranges;  // empty: every tensor whole; else one range for each tensor

@@ -623,7 +623,7 @@ std::string Lowercase(std::string text) {
   return text;
 }
 
-// What the help says of the values that the setting takes.
+// The help names the setting's values by this word.
 std::string TypeOf(const FieldDescriptor& field) {
   if (field.is_repeated()) return "LIST";
   if (IsDuration(field)) return "DURATION";
@@ -654,7 +654,8 @@ std::string SizeText(int64_t bytes) {
   return fmt::format("{}", bytes);
 }
 
-// As the flag takes it; empty: there is none, or it is an empty text.
+// Returns the default in the form that the flag takes; empty: the setting has none, or an empty
+// text.
 std::string DefaultOf(const FieldDescriptor& field) {
   if (!field.has_default_value()) return "";
   switch (field.cpp_type()) {

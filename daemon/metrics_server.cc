@@ -380,8 +380,8 @@ class MetricsServer::Loop {
   }
 
   static absl::StatusOr<bool> SendMessage(Client* client) {
-    REFITD_ASSIGN_OR_RETURN(const bool went, Write(client));
-    if (client->sent < client->out.size()) return went;
+    REFITD_ASSIGN_OR_RETURN(const bool wrote, Write(client));
+    if (client->sent < client->out.size()) return wrote;
     client->out = std::string();
     client->sent = 0;
     client->deadline = client->until;
@@ -389,8 +389,8 @@ class MetricsServer::Loop {
   }
 
   static absl::StatusOr<bool> Send(Client* client) {
-    REFITD_ASSIGN_OR_RETURN(const bool went, Write(client));
-    if (client->sent < client->out.size()) return went;
+    REFITD_ASSIGN_OR_RETURN(const bool wrote, Write(client));
+    if (client->sent < client->out.size()) return wrote;
     shutdown(client->connection.fd(), SHUT_WR);
     client->state = State::kEnding;
     return true;

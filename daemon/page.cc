@@ -43,7 +43,7 @@ std::string_view Between(std::string_view text, std::string_view open, std::stri
   return text.substr(from + open.size(), to - from - open.size());
 }
 
-// As a policy names it: 'sha256-...'.
+// Returns the text's digest as a Content-Security-Policy names it: 'sha256-...'.
 std::string Digest(std::string_view text) {
   std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
   SHA256(reinterpret_cast<const unsigned char*>(text.data()), text.size(), digest.data());

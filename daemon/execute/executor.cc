@@ -175,16 +175,15 @@ class Witnessing : public std::enable_shared_from_this<Witnessing> {
   }
   void ReadAgain(TransferResult moved) {
     if (!moved.status.ok()) return End(std::move(moved));
-    for (const BoundPiece& piece : sources_.source) names_.push_back(piece.name);
-    transport_->Submit(std::move(sources_), [self = shared_from_this(), moved = std::move(moved)](
-                                                TransferResult after) mutable {
+    transport_->Submit(sources_, [self = shared_from_this(),
+                                  moved = std::move(moved)](TransferResult after) mutable {
       moved.status = self->Compare(after);
       self->End(std::move(moved));
     });
   }
   absl::Status Compare(const TransferResult& after) const {
-    for (size_t i = 0; i < names_.size() && after.status.ok(); ++i) {
-      if (before_[i] != after.source_digests[i]) return Changed(names_[i]);
+    for (size_t i = 0; i < before_.size() && after.status.ok(); ++i) {
+      if (before_[i] != after.source_digests[i]) return Changed(sources_.source[i].name);
     }
     return after.status;
   }
@@ -198,8 +197,7 @@ class Witnessing : public std::enable_shared_from_this<Witnessing> {
   Transfer sources_;
   Transfer transfer_;
   const std::function<void(TransferResult)> done_;
-  std::vector<uint64_t> before_;    // digests of sources_, from the first reading
-  std::vector<std::string> names_;  // of the tensors in sources_
+  std::vector<uint64_t> before_;  // digests of sources_, from the first reading
 };
 
 void AddUnique(MemorySpan slot, std::vector<MemorySpan>* slots) {

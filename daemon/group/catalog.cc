@@ -8,6 +8,7 @@
 
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
+#include "transport/plan/name_advice.h"
 
 namespace refitd::group {
 namespace {
@@ -290,9 +291,7 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
         Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' is unknown to instance {}{}",
               tensor.name, instances_[i],
               NameHint(tensor.name, known,
-                       reads_slots_[i] ? "its manifest must list what is pushed"
-                                       : "if no engine wants it, list it in the group's "
-                                         "unwanted_tensors")),
+                       reads_slots_[i] ? "its manifest must list what is pushed" : kIfUnwanted)),
         tensor.name);
   }
   return absl::OkStatus();
@@ -320,12 +319,8 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   uint32_t wanted_by = 0;
   while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
   return AboutTensor(
-      Error(
-          absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed{}",
-          missing, instances_[wanted_by],
-          NameHint(missing, pushed,
-                   "if the engine keeps it itself, list it in the group's engine_only_tensors; if "
-                   "it shares another tensor's memory, register it with tied=")),
+      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed{}",
+            missing, instances_[wanted_by], NameHint(missing, pushed, kIfEngineOnly)),
       missing);
 }
 

@@ -18,8 +18,8 @@ namespace refitd {
 // fixed and small (P10). The update's own reason has the words for people.
 inline constexpr std::string_view kReasonNone = "";                      // committed
 inline constexpr std::string_view kReasonDeadline = "deadline";          // a wait ran out
-inline constexpr std::string_view kReasonMemberLost = "member_lost";     // a rank went away
-inline constexpr std::string_view kReasonPeerLost = "peer_lost";         // a daemon went away
+inline constexpr std::string_view kReasonMemberLost = "member_lost";     // a rank was lost
+inline constexpr std::string_view kReasonPeerLost = "peer_lost";         // a daemon was lost
 inline constexpr std::string_view kReasonVerification = "verification";  // digests differ
 inline constexpr std::string_view kReasonAborted = "aborted";            // a member said so
 inline constexpr std::string_view kReasonOperator = "operator";          // AbortUpdate

@@ -79,7 +79,7 @@ const CLI::App& Innermost(const CLI::App& app) {
   return parsed.empty() ? app : Innermost(*parsed.back());
 }
 
-// What is wrong with a word that no command takes.
+// Says that no command takes the word, and which name was likely meant.
 std::string Unexpected(const CLI::App& command, std::string word) {
   const bool flag = word.starts_with("-");
   word = word.substr(0, flag ? word.find('=') : word.size());

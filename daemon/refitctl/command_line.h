@@ -45,7 +45,7 @@ class Option {
 
 inline constexpr std::chrono::milliseconds kMaxOptionDuration = std::chrono::hours(24);
 
-// What an option of a duration takes.
+// An option that is a duration takes values between these limits.
 struct DurationLimits {
   std::chrono::milliseconds lowest{1};
   std::chrono::milliseconds highest = kMaxOptionDuration;

@@ -11,19 +11,11 @@
 namespace refitd::refitctl {
 namespace {
 
-// Works for every message with an optional `version`.
-template <typename Message>
-std::string VersionWord(const Message& message) {
-  return message.has_version() ? fmt::format("{}", message.version()) : "-";
-}
-
 std::string MethodWord(v1::BroadcastMethod method) {
   const auto number = static_cast<size_t>(method);
   if (number < kBroadcastMethods) return std::string(kBroadcastMethodNames[number]);
   return fmt::format("method {}", static_cast<int>(method));  // from a newer daemon
 }
-
-std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; }
 
 // Why the instance is dirty, and what becomes of the version that it lacks.
 std::string ReasonWord(const v1::InstanceStatus& instance) {

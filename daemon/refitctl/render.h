@@ -4,6 +4,8 @@
 #ifndef REFITD_DAEMON_REFITCTL_RENDER_H_
 #define REFITD_DAEMON_REFITCTL_RENDER_H_
 
+#include <fmt/format.h>
+
 #include <cstdint>
 #include <map>
 #include <string>
@@ -13,6 +15,14 @@
 #include "refitd/v1/operator.pb.h"
 
 namespace refitd::refitctl {
+
+// A cell of a table for a text that may be empty, and for the version of a message that may have
+// none.
+inline std::string OrDash(const std::string& text) { return text.empty() ? "-" : text; }
+template <typename Message>
+std::string VersionWord(const Message& message) {
+  return message.has_version() ? fmt::format("{}", message.version()) : "-";
+}
 
 std::string RenderStatus(const v1::GetStatusResponse& status);
 std::string RenderGroups(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups);

@@ -7,6 +7,7 @@
 #include <array>
 #include <utility>
 
+#include "daemon/sockets/name_lookup.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 #include "transport/sockets/connection.h"
@@ -25,8 +26,7 @@ using Addresses = std::unique_ptr<addrinfo, FreeAddresses>;
 // Nothing is looked up, so that nothing waits.
 absl::StatusOr<Addresses> AddressesOf(const std::string& address) {
   const size_t colon = address.rfind(':');
-  std::string host = address.substr(0, colon);
-  if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+  const std::string host = HostOfAddress(address);
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;

@@ -13,13 +13,6 @@ namespace {
 
 constexpr size_t kMaxNamed = 4;  // of those that are waited for
 
-std::string OrDash(std::string text) { return text.empty() ? "-" : std::move(text); }
-
-template <typename Message>
-std::string VersionWord(const Message& message) {
-  return message.has_version() ? fmt::format("{}", message.version()) : "-";
-}
-
 bool Runs(const v1::UpdateStatus& update) { return update.update_id() != 0 && !HasEnded(update); }
 
 std::string RateWord(const ProgressMeter& meter) {
@@ -67,8 +60,8 @@ std::string Instances(const v1::GetStatusResponse& status) {
   return table.ToString();
 }
 
-// What each daemon sent to each other one in the last compiled refit, and how fast; empty: there
-// was none over several daemons.
+// The table has what each daemon sent to each other one in the last compiled refit, and how fast;
+// empty: no refit has run over several daemons.
 std::string Links(const v1::GetStatusResponse& status) {
   Table table({"GROUP", "FROM", "TO", "LAST REFIT", "TIME", "RATE"},
               {false, false, false, true, true, true});

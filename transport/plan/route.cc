@@ -16,6 +16,7 @@
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
+#include "transport/plan/name_advice.h"
 #include "transport/plan/name_patterns.h"
 
 namespace refitd {
@@ -364,10 +365,7 @@ class Router {
       }
       if (MatchesAny(options_.unwanted_allowed, name)) continue;
       if (const std::string lacking = Lacking(t, instances); !lacking.empty()) {
-        return AboutTensor(Precondition("tensor {}: {}; if no engine wants it, list it in the "
-                                        "group's unwanted_tensors",
-                                        name, lacking),
-                           name);
+        return AboutTensor(Precondition("tensor {}: {}; {}", name, lacking, kIfUnwanted), name);
       }
     }
     return absl::OkStatus();
@@ -683,12 +681,7 @@ class Router {
     const std::string& name = plan_.tensors[t].name;
     const std::string missing = FirstMissing(t);
     if (Exhausted()) return TooMuch(t);
-    return AboutTensor(
-        Precondition("tensor {}: {}; if the engine keeps it itself, list it in the group's "
-                     "engine_only_tensors; if it shares another tensor's memory, register it with "
-                     "tied=",
-                     name, missing),
-        name);
+    return AboutTensor(Precondition("tensor {}: {}; {}", name, missing, kIfEngineOnly), name);
   }
 
   // Names the first missing element of the first destination that lacks one.

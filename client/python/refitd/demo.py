@@ -150,7 +150,7 @@ def _differing_bytes(region: Region, version: int) -> tuple[int, int]:
 # ---- the processes of members: each prints a line of JSON for each step, and a trainer rank takes a line for each step ----
 
 
-def _tell(**what: Any) -> None:
+def _print_step(**what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 
@@ -171,7 +171,7 @@ def _trainer(socket: str, rank: int) -> None:
         trainer.register_layout(_SPECS, boxes)
         for version in range(1, VERSIONS + 2):
             _fill(region, version, rank)  # an optimizer step
-            _tell(filled=version)
+            _print_step(filled=version)
             if not sys.stdin.readline():
                 return  # the parent ended
             _refit(trainer, version)
@@ -184,7 +184,7 @@ def _refit(trainer: Trainer, version: int) -> None:
         nbytes, error = trainer.refit(version, duration_seconds=LIMIT_SECONDS).bytes, ""
     except UpdateAborted as aborted:
         nbytes, error = 0, str(aborted)
-    _tell(bytes=nbytes, seconds=time.perf_counter() - began, error=error)
+    _print_step(bytes=nbytes, seconds=time.perf_counter() - began, error=error)
 
 
 def _engine(socket: str) -> None:
@@ -201,12 +201,12 @@ def _engine(socket: str) -> None:
                 version = event.version
                 if version <= VERSIONS:
                     event.ready()  # a real engine first waits until no request reads the weights
-                _tell(preparing=version)
+                _print_step(preparing=version)
             elif isinstance(event, (Committed, Aborted)):
                 held = version if isinstance(event, Committed) else held
                 compared, differing = _differing_bytes(region, held)
                 outcomes += 1
-                _tell(held=held, compared=compared, differing=differing)
+                _print_step(held=held, compared=compared, differing=differing)
         sys.stdin.readline()
 
 
@@ -218,7 +218,7 @@ def _member(role: str, socket: str, rank: int) -> int:
         else:
             _trainer(socket, rank)
     except Error as error:
-        _tell(failed=f"{type(error).__name__}: {error}")
+        _print_step(failed=f"{type(error).__name__}: {error}")
         return 1
     return 0
 
@@ -231,12 +231,12 @@ class Failed(Exception):
 
 
 class _Member:
-    """A process of a member. What it tells is taken by `next`."""
+    """A process of a member. `next` takes the steps that it prints."""
 
     def __init__(self, name: str, arguments: Sequence[str], deadline: float) -> None:
         self.name = name
         self._deadline = deadline
-        self._told: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: nothing more will come
+        self._steps: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: nothing more will come
         command = [sys.executable, "-m", "refitd.demo", *arguments]
         # A session of its own: Ctrl-C at the terminal goes to this process alone, which ends the members.
         self.process = testing.start_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -246,20 +246,20 @@ class _Member:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._told.put(json.loads(line))
-        self._told.put(None)
+            self._steps.put(json.loads(line))
+        self._steps.put(None)
 
     def next(self) -> dict[str, Any]:
         """The next step. Raises Failed where the member failed, ended or does not answer in time."""
         try:
-            told = self._told.get(timeout=max(0.0, self._deadline - time.monotonic()))
+            step = self._steps.get(timeout=max(0.0, self._deadline - time.monotonic()))
         except queue.Empty:
             raise Failed(f"{self.name} does not answer within {LIMIT_SECONDS:.0f} s") from None
-        if told is None:
+        if step is None:
             raise Failed(f"{self.name} ended with status {self.process.wait(LIMIT_SECONDS)}")
-        if "failed" in told:
-            raise Failed(f"{self.name}: {told['failed']}")
-        return told
+        if "failed" in step:
+            raise Failed(f"{self.name}: {step['failed']}")
+        return step
 
     def go(self) -> None:
         assert self.process.stdin is not None
@@ -320,12 +320,17 @@ def run(say: Callable[[str], None] = lambda line: None) -> Report:
     return Report(_version(), tuple(versions), clean_at, statuses, time.monotonic() - began)
 
 
-def _move(ranks: Sequence[_Member], engine: _Member, version: int, say: Callable[[str], None]) -> Version:
-    """Moves a version; all ranks begin at once."""
+def _begin(ranks: Sequence[_Member]) -> None:
+    """Lets all ranks call refit at once, after their shards are filled."""
     for rank in ranks:
-        rank.next()  # the shards are filled
+        rank.next()
     for rank in ranks:
         rank.go()
+
+
+def _move(ranks: Sequence[_Member], engine: _Member, version: int, say: Callable[[str], None]) -> Version:
+    """Moves a version; all ranks begin at once."""
+    _begin(ranks)
     answers = [rank.next() for rank in ranks]
     engine.next()  # all ranks have begun
     moved = _version_of(version, answers, engine.next())
@@ -335,10 +340,7 @@ def _move(ranks: Sequence[_Member], engine: _Member, version: int, say: Callable
 
 def _move_and_kill(ranks: Sequence[_Member], engine: _Member, say: Callable[[str], None]) -> Version:
     """Begins the version after the last one, and kills a rank before the engine is ready."""
-    for rank in ranks:
-        rank.next()
-    for rank in ranks:
-        rank.go()
+    _begin(ranks)
     engine.next()  # all ranks have begun
     others = [rank for number, rank in enumerate(ranks) if number != KILLED_RANK]
     ranks[KILLED_RANK].process.kill()
