@@ -645,7 +645,8 @@ class Executor::Moves {
   explicit Moves(StartMoves of) : start(std::move(of)) {}
   const StartMoves start;
   ProgramMemory memory;
-  std::shared_ptr<const Prepared> prepared;  // null: not bound yet
+  std::shared_ptr<const Prepared> prepared;                  // null: not bound yet
+  std::shared_ptr<const std::vector<HeldReplica>> replicas;  // compare; null: not found yet
   bool released = false;  // a member was released since Resolve; Bind does not touch it
 };
 
@@ -656,7 +657,7 @@ absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMo
   auto moves = std::make_shared<Moves>(start);
   TakeKept(moves.get());
   if (IsBound(*moves)) return moves;
-  REFITD_ASSIGN_OR_RETURN(moves->memory, ResolveMemory(start, memory));
+  REFITD_ASSIGN_OR_RETURN(moves->memory, ResolveMemory(start, memory, moves->replicas.get()));
   if (!Lists(checked_, start.bound.get()) && moves->memory.places.empty()) {
     moves->memory.places = PlacesOf(*start.bound, memory);
   }
@@ -666,7 +667,14 @@ absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMo
 }
 
 absl::Status Executor::Bind(Transport* transport, Moves* moves) {
-  REFITD_ASSIGN_OR_RETURN(BoundStep bound, BindStep(moves->start, moves->memory));
+  if (moves->replicas == nullptr) {
+    std::vector<HeldReplica> replicas;
+    if (moves->start.step == MoveStep::kCompare) {
+      REFITD_ASSIGN_OR_RETURN(replicas, FindReplicas(*moves->start.bound));
+    }
+    moves->replicas = std::make_shared<const std::vector<HeldReplica>>(std::move(replicas));
+  }
+  REFITD_ASSIGN_OR_RETURN(BoundStep bound, BindStep(moves->start, moves->memory, *moves->replicas));
   auto prepared = std::make_shared<Prepared>();
   prepared->originals = std::move(bound.originals);
   prepared->sections = std::move(bound.sections);
@@ -688,25 +696,46 @@ absl::Status Executor::Bind(Transport* transport, Moves* moves) {
 
 const StartMoves& Executor::StartOf(const Moves& moves) { return moves.start; }
 
+bool Executor::Kept::Serves(const StartMoves& start) const {
+  if (start.step != step || bound.lock() != start.bound) return false;
+  return step == MoveStep::kCompare ? part == start.part
+                                    : skip_destination == start.skip_destination;
+}
+
 void Executor::TakeKept(Moves* moves) const {
   const StartMoves& start = moves->start;
-  if (start.step != MoveStep::kLocal) return;
   for (const Kept& kept : kept_) {
-    if (kept.bound.lock() != start.bound || kept.skip_destination != start.skip_destination) {
-      continue;
-    }
+    if (!kept.Serves(start)) continue;
     moves->prepared = kept.prepared;
     moves->memory = {};  // the transfer holds it
     return;
+  }
+  for (const KeptReplicas& kept : kept_replicas_) {
+    if (start.step == MoveStep::kCompare && kept.bound.lock() == start.bound) {
+      moves->replicas = kept.replicas;
+    }
   }
 }
 
 void Executor::Keep(const Moves& moves) {
   const StartMoves& start = moves.start;
   DropUnused();
-  if (start.step != MoveStep::kLocal || moves.released) return;
-  std::erase_if(kept_, [&](const Kept& kept) { return kept.bound.lock() == start.bound; });
-  kept_.push_back({start.bound, start.skip_destination, moves.prepared});
+  const bool compare = start.step == MoveStep::kCompare;
+  if (!compare && start.step != MoveStep::kLocal) return;
+  if (compare && moves.replicas != nullptr) {
+    const auto known = [&start](const KeptReplicas& kept) {
+      return kept.bound.lock() == start.bound;
+    };
+    if (std::none_of(kept_replicas_.begin(), kept_replicas_.end(), known)) {
+      kept_replicas_.push_back({start.bound, moves.replicas});
+    }
+  }
+  if (moves.released) return;
+  std::erase_if(kept_, [&](const Kept& kept) {
+    return kept.step == start.step && kept.bound.lock() == start.bound &&
+           (!compare || kept.part.Meets(start.part));
+  });
+  kept_.push_back({start.bound, start.step, start.skip_destination, start.part, moves.prepared});
 }
 
 void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done) {
@@ -767,6 +796,7 @@ absl::Status Executor::Start(const StartMoves& start, const MemoryResolver& memo
 
 void Executor::DropUnused() {
   std::erase_if(kept_, [](const Kept& kept) { return kept.bound.expired(); });
+  std::erase_if(kept_replicas_, [](const KeptReplicas& kept) { return kept.bound.expired(); });
   std::erase_if(kept_readbacks_, [](const KeptReadback& kept) { return kept.index.expired(); });
   std::erase_if(checked_, [](const auto& bound) { return bound.expired(); });
   std::erase_if(unwitnessed_, [](const auto& bound) { return bound.expired(); });

@@ -95,10 +95,12 @@ class Executor {
   static absl::Status Bind(Transport* transport, Moves* moves);
   // Starts the step; `done` is called once. Keeps the step as Keep does.
   void Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done);
-  // Keeps local moves for replay, unless one of their members was released since Resolve (P8).
+  // Keeps local moves and comparisons for replay, unless one of their members was released since
+  // Resolve (P8). Of comparisons that have a replica in common only the last is kept, so that all
+  // together are no larger than one of all replicas.
   void Keep(const Moves& moves);
   static const StartMoves& StartOf(const Moves& moves);
-  // Takes over what was kept for replay since Resolve.
+  // Takes over what was kept since Resolve.
   void TakeKept(Moves* moves) const;
   // Resolve, Bind and Submit in one call. Not OK: no job was started, and `done` is not called.
   absl::Status Start(const StartMoves& start, const MemoryResolver& memory,
@@ -152,11 +154,20 @@ class Executor {
     std::shared_ptr<const std::vector<std::string>> names;  // witness: of the source pieces
     bool unknown = false;                                   // there are sources to witness
   };
-  // The prepared local moves of a bound program.
+  // The prepared local moves of a bound program, or a comparison of a part of its replicas.
   struct Kept {
     std::weak_ptr<const BoundProgram> bound;
-    std::vector<bool> skip_destination;
+    MoveStep step = MoveStep::kLocal;
+    std::vector<bool> skip_destination;  // local moves
+    ReplicaFraction part;                // comparison
     std::shared_ptr<const Prepared> prepared;
+    bool Serves(const StartMoves& start) const;
+  };
+
+  // Where a bound program's replicas lie.
+  struct KeptReplicas {
+    std::weak_ptr<const BoundProgram> bound;
+    std::shared_ptr<const std::vector<HeldReplica>> replicas;
   };
 
   // The last read-back, kept for the next version that writes the same pieces.
@@ -202,8 +213,9 @@ class Executor {
 
   Transport* const transport_;
   std::vector<std::weak_ptr<Moves>> binding_;  // resolved and perhaps not bound yet
-  // One for each group, or two while a new program takes over.
+  // For each group local moves, or two while a new program takes over, and comparisons.
   std::vector<Kept> kept_;
+  std::vector<KeptReplicas> kept_replicas_;
   std::vector<KeptReadback> kept_readbacks_;  // one for each group
   std::map<UpdateId, UpdateSums> sums_;
   std::vector<KeptPlaces> kept_places_;

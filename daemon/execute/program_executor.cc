@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/types/span.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/by_tensor.h"
@@ -48,6 +49,19 @@ absl::StatusOr<std::map<RegionId, MemorySpan>> Regions(MemberId member, const La
     REFITD_ASSIGN_OR_RETURN(it->second, memory.Region(member, piece.region));
   }
   return regions;
+}
+
+// The replicas whose hashes are in the part.
+absl::Span<const HeldReplica> InPart(const std::vector<HeldReplica>& replicas,
+                                     const ReplicaFraction& part) {
+  const auto begin = std::lower_bound(
+      replicas.begin(), replicas.end(), part.first,
+      [](const HeldReplica& replica, uint64_t hash) { return replica.hash < hash; });
+  const auto end = std::upper_bound(
+      begin, replicas.end(), part.last,
+      [](uint64_t hash, const HeldReplica& replica) { return hash < replica.hash; });
+  return absl::MakeConstSpan(replicas).subspan(static_cast<size_t>(begin - replicas.begin()),
+                                               static_cast<size_t>(end - begin));
 }
 
 absl::StatusOr<BoundPiece> BindPiece(const Layout& layout, const Piece& piece,
@@ -96,8 +110,13 @@ absl::StatusOr<PiecePair> Pair(const Layout& compiled, const Layout& in_force, u
 
 class Binder {
  public:
-  Binder(const StartMoves& start, const ProgramMemory& memory)
-      : start_(start), bound_(*start.bound), program_(*start.bound->program), memory_(memory) {}
+  Binder(const StartMoves& start, const ProgramMemory& memory,
+         const std::vector<HeldReplica>& replicas)
+      : start_(start),
+        bound_(*start.bound),
+        program_(*start.bound->program),
+        memory_(memory),
+        replicas_(replicas) {}
 
   absl::StatusOr<BoundStep> Run() {
     result_.transfer.verification = start_.verification;
@@ -375,80 +394,21 @@ class Binder {
     return absl::OkStatus();
   }
 
-  // Pieces of one layout, in order, by the plan's number of their tensor. Pieces of tensors that
-  // the plan does not have are left out.
-  using Holdings = ByTensor<const Piece*>;
-  Holdings HoldingsOf(const Layout& layout,
-                      const absl::flat_hash_map<std::string_view, uint32_t>& number_of) const {
-    const std::vector<TensorSpec>& tensors = bound_.plan->tensors;
-    const auto none = static_cast<uint32_t>(tensors.size());
-    std::vector<uint32_t> numbers;
-    numbers.reserve(layout.tensors.size());
-    for (const TensorSpec& tensor : layout.tensors) {
-      const auto it = number_of.find(tensor.name);
-      const bool known = it != number_of.end() && tensors[it->second] == tensor;
-      numbers.push_back(known ? it->second : none);
-    }
-    return Holdings(tensors.size(), [&](const auto& visit) {
-      for (const Piece& piece : layout.pieces) {
-        if (numbers[piece.tensor] != none) visit(numbers[piece.tensor], &piece);
-      }
-    });
-  }
-
-  static bool Holds(const Piece& piece, const Box& box) {
-    return box.offset.size() == piece.box.offset.size() && Intersect(piece.box, box) == box;
-  }
-
   absl::Status BindCompare() {
     result_.transfer.want_source_digests = true;
-    if (bound_.replicas == nullptr || bound_.replicas->empty()) return absl::OkStatus();
-    absl::flat_hash_map<uint32_t, uint32_t> member_of;  // by the plan's number
-    for (uint32_t m = 0; m < program_.sources.size(); ++m) {
-      member_of.emplace(program_.sources[m].rank, m);
-    }
-    absl::flat_hash_map<std::string_view, uint32_t> number_of;
-    number_of.reserve(bound_.plan->tensors.size());
-    for (uint32_t t = 0; t < bound_.plan->tensors.size(); ++t) {
-      number_of.emplace(bound_.plan->tensors[t].name, t);
-    }
-    std::vector<std::optional<Holdings>> holdings(program_.sources.size());
-    result_.transfer.source.reserve(bound_.replicas->size());
-    // the tensor that tensor_hash is of; at first none
-    uint32_t hashed = static_cast<uint32_t>(bound_.plan->tensors.size());
-    uint64_t tensor_hash = 0;
-    for (const ReplicaShare& share : *bound_.replicas) {
-      if (share.tensor != hashed && share.tensor < bound_.plan->tensors.size()) {
-        hashed = share.tensor;
-        tensor_hash = TensorHash(bound_.plan->tensors[hashed]);
-      }
-      if (!start_.part.Has(ReplicaHash(tensor_hash, share.box))) continue;
-      const auto member = member_of.find(share.source);
-      if (member == member_of.end() || share.tensor >= bound_.plan->tensors.size()) {
-        return Error(absl::StatusCode::kFailedPrecondition,
-                     "replicas: source {}, tensor {}: not of this daemon", share.source,
-                     share.tensor);
-      }
-      const TensorSpec& tensor = bound_.plan->tensors[share.tensor];
-      const Layout& layout = *bound_.source_layouts[member->second];
-      std::optional<Holdings>& held = holdings[member->second];
-      if (!held.has_value()) held = HoldingsOf(layout, number_of);
-      const auto pieces = held->Of(share.tensor);
-      const auto holder = std::find_if(pieces.begin(), pieces.end(), [&share](const Piece* piece) {
-        return Holds(*piece, share.box);
-      });
-      if (holder == pieces.end()) {
-        return AboutTensor(
-            Error(absl::StatusCode::kFailedPrecondition,
-                  "tensor {}: source {} does not hold the box at [{}] of extent [{}]", tensor.name,
-                  share.source, fmt::join(share.box.offset, ", "),
-                  fmt::join(share.box.extent, ", ")),
-            tensor.name);
-      }
-      REFITD_ASSIGN_OR_RETURN(BoundPiece piece,
-                              BindPiece(layout, **holder, memory_.sources[member->second]));
-      piece.data += Distance(piece.box, piece.strides, share.box, ElementBytes(piece.dtype));
-      piece.box = share.box;
+    std::vector<const HeldReplica*> held;
+    for (const HeldReplica& replica : InPart(replicas_, start_.part)) held.push_back(&replica);
+    // The digests travel in the order of the shares.
+    std::sort(held.begin(), held.end(),
+              [](const HeldReplica* a, const HeldReplica* b) { return a->share < b->share; });
+    result_.transfer.source.reserve(held.size());
+    for (const HeldReplica* replica : held) {
+      const Layout& layout = *bound_.source_layouts[replica->member];
+      REFITD_ASSIGN_OR_RETURN(BoundPiece piece, BindPiece(layout, layout.pieces[replica->piece],
+                                                          memory_.sources[replica->member]));
+      const Box& box = (*bound_.replicas)[replica->share].box;
+      piece.data += Distance(piece.box, piece.strides, box, ElementBytes(piece.dtype));
+      piece.box = box;
       result_.transfer.source.push_back(std::move(piece));
     }
     return absl::OkStatus();
@@ -458,14 +418,103 @@ class Binder {
   const BoundProgram& bound_;
   const NodeProgram& program_;
   const ProgramMemory& memory_;
+  const std::vector<HeldReplica>& replicas_;
   BoundStep result_;
   PlacedPieces known_sources_;
   PlacedPieces known_destinations_;
 };
 
+// ---- replicas ----
+
+class ReplicaFinder {
+ public:
+  explicit ReplicaFinder(const BoundProgram& bound) : bound_(bound) {
+    const std::vector<LocalMember>& sources = bound.program->sources;
+    for (uint32_t m = 0; m < sources.size(); ++m) member_of_.emplace(sources[m].rank, m);
+    const std::vector<TensorSpec>& tensors = bound.plan->tensors;
+    number_of_.reserve(tensors.size());
+    for (uint32_t t = 0; t < tensors.size(); ++t) number_of_.emplace(tensors[t].name, t);
+    holdings_.resize(sources.size());
+  }
+
+  absl::StatusOr<std::vector<HeldReplica>> Run() {
+    const std::vector<TensorSpec>& tensors = bound_.plan->tensors;
+    std::vector<HeldReplica> found;
+    found.reserve(bound_.replicas->size());
+    auto hashed = static_cast<uint32_t>(tensors.size());  // the tensor that tensor_hash is of
+    uint64_t tensor_hash = 0;
+    for (const ReplicaShare& share : *bound_.replicas) {
+      const auto member = member_of_.find(share.source);
+      if (member == member_of_.end() || share.tensor >= tensors.size()) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "replicas: source {}, tensor {}: not of this daemon", share.source,
+                     share.tensor);
+      }
+      if (share.tensor != hashed) {
+        hashed = share.tensor;
+        tensor_hash = TensorHash(tensors[hashed]);
+      }
+      REFITD_ASSIGN_OR_RETURN(const uint32_t piece, PieceOf(share, member->second));
+      found.push_back({ReplicaHash(tensor_hash, share.box), static_cast<uint32_t>(found.size()),
+                       member->second, piece});
+    }
+    std::stable_sort(found.begin(), found.end(),
+                     [](const HeldReplica& a, const HeldReplica& b) { return a.hash < b.hash; });
+    return found;
+  }
+
+ private:
+  // Indices of a layout's pieces, in order, by the plan's number of their tensor. Pieces of tensors
+  // that the plan does not have are left out.
+  using Holdings = ByTensor<uint32_t>;
+
+  Holdings HoldingsOf(const Layout& layout) const {
+    const std::vector<TensorSpec>& tensors = bound_.plan->tensors;
+    const auto none = static_cast<uint32_t>(tensors.size());
+    std::vector<uint32_t> numbers;
+    numbers.reserve(layout.tensors.size());
+    for (const TensorSpec& tensor : layout.tensors) {
+      const auto it = number_of_.find(tensor.name);
+      const bool known = it != number_of_.end() && tensors[it->second] == tensor;
+      numbers.push_back(known ? it->second : none);
+    }
+    return Holdings(tensors.size(), [&](const auto& visit) {
+      for (uint32_t p = 0; p < layout.pieces.size(); ++p) {
+        const uint32_t number = numbers[layout.pieces[p].tensor];
+        if (number != none) visit(number, p);
+      }
+    });
+  }
+
+  static bool Holds(const Piece& piece, const Box& box) {
+    return box.offset.size() == piece.box.offset.size() && Intersect(piece.box, box) == box;
+  }
+
+  absl::StatusOr<uint32_t> PieceOf(const ReplicaShare& share, uint32_t member) {
+    const Layout& layout = *bound_.source_layouts[member];
+    std::optional<Holdings>& held = holdings_[member];
+    if (!held.has_value()) held = HoldingsOf(layout);
+    for (const uint32_t piece : held->Of(share.tensor)) {
+      if (Holds(layout.pieces[piece], share.box)) return piece;
+    }
+    const std::string& name = bound_.plan->tensors[share.tensor].name;
+    return AboutTensor(
+        Error(absl::StatusCode::kFailedPrecondition,
+              "tensor {}: source {} does not hold the box at [{}] of extent [{}]", name,
+              share.source, fmt::join(share.box.offset, ", "), fmt::join(share.box.extent, ", ")),
+        name);
+  }
+
+  const BoundProgram& bound_;
+  absl::flat_hash_map<uint32_t, uint32_t> member_of_;  // by the plan's number
+  absl::flat_hash_map<std::string_view, uint32_t> number_of_;
+  std::vector<std::optional<Holdings>> holdings_;  // by member
+};
+
 }  // namespace
 
-absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const MemoryResolver& memory) {
+absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const MemoryResolver& memory,
+                                            const std::vector<HeldReplica>* replicas) {
   const BoundProgram& bound = *start.bound;
   const size_t sources = bound.program->sources.size();
   const size_t destinations = bound.program->destinations.size();
@@ -479,7 +528,15 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
   ProgramMemory found;
   found.sources.resize(sources);
   found.destinations.resize(destinations);
-  for (size_t i = 0; i < sources && ReadsSources(start.step); ++i) {
+  if (replicas != nullptr) {
+    for (const HeldReplica& replica : InPart(*replicas, start.part)) {
+      const RegionId region = bound.source_layouts[replica.member]->pieces[replica.piece].region;
+      const auto [it, added] = found.sources[replica.member].try_emplace(region);
+      if (!added) continue;
+      REFITD_ASSIGN_OR_RETURN(it->second, memory.Region(bound.sources[replica.member], region));
+    }
+  }
+  for (size_t i = 0; i < sources && ReadsSources(start.step) && replicas == nullptr; ++i) {
     REFITD_ASSIGN_OR_RETURN(found.sources[i],
                             Regions(bound.sources[i], *bound.source_layouts[i], memory));
   }
@@ -522,9 +579,15 @@ std::vector<PlacedLayout> PlacesOf(const BoundProgram& bound, const MemoryResolv
   return places;
 }
 
-absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory) {
+absl::StatusOr<std::vector<HeldReplica>> FindReplicas(const BoundProgram& bound) {
+  if (bound.replicas == nullptr || bound.replicas->empty()) return std::vector<HeldReplica>();
+  return ReplicaFinder(bound).Run();
+}
+
+absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory,
+                                   const std::vector<HeldReplica>& replicas) {
   REFITD_RETURN_IF_ERROR(CheckOverlap(memory.places));
-  return Binder(start, memory).Run();
+  return Binder(start, memory, replicas).Run();
 }
 
 }  // namespace refitd

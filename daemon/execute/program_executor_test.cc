@@ -541,6 +541,60 @@ TEST_CASE("Replicas' digests are equal until one holder's byte differs") {
   CHECK(compared > 100);
 }
 
+TEST_CASE(
+    "A comparison of a part is prepared once, has the digests of its replicas, and is let go") {
+  Bench bench;
+  int tried = 0;
+  for (uint64_t seed = 1; seed <= 40; ++seed) {
+    INFO("seed " << seed);
+    Cluster cluster(seed, &bench.transport);
+    cluster.Bind(32);
+    Daemon& daemon = *cluster.daemons[0];
+    const std::vector<ReplicaShare>& shares = *daemon.bound->replicas;
+    if (shares.size() < 2) continue;
+    ++tried;
+    const auto compare = [&](ReplicaFraction part) {
+      StartMoves start = daemon.Step(MoveStep::kCompare, Verification::kOff);
+      start.part = part;
+      const MovesDone done = daemon.Run(start);
+      REQUIRE(done.status.ok());
+      return done.digests;
+    };
+    const std::vector<uint64_t> whole = compare({});
+    REQUIRE(whole.size() == shares.size());
+    std::vector<uint64_t> hashes;
+    for (const ReplicaShare& share : shares) {
+      hashes.push_back(
+          ReplicaHash(TensorHash(daemon.bound->plan->tensors[share.tensor]), share.box));
+    }
+    const uint64_t middle = hashes[hashes.size() / 2];
+    const std::vector<ReplicaFraction> parts = {{0, middle}, {middle + 1, UINT64_MAX}};
+    const auto check = [&](const ReplicaFraction& part) {
+      std::vector<uint64_t> wanted;
+      for (size_t i = 0; i < shares.size(); ++i) {
+        if (part.Has(hashes[i])) wanted.push_back(whole[i]);
+      }
+      CHECK(compare(part) == wanted);
+    };
+    bench.transport.prepared = 0;
+    for (int round = 0; round < 3; ++round) {
+      for (const ReplicaFraction& part : parts) check(part);
+    }
+    CHECK(bench.transport.prepared == 2);
+    // The comparison of all has replicas in common with both, and takes their place.
+    CHECK(compare({}) == whole);
+    CHECK(compare({}) == whole);
+    CHECK(bench.transport.prepared == 3);
+    check(parts[0]);
+    CHECK(bench.transport.prepared == 4);
+    // P8: nothing of the member's memory is kept.
+    daemon.executor.Release(daemon.bound->sources[0]);
+    check(parts[0]);
+    CHECK(bench.transport.prepared == 5);
+  }
+  CHECK(tried > 20);
+}
+
 TEST_CASE("Local moves are prepared once and let go with the program or a member") {
   Bench bench;
   const auto cluster = MixedCluster(&bench.transport);

@@ -332,7 +332,9 @@ double Step(MoveStep step, const std::shared_ptr<const BoundProgram>& bound,
   StartMoves moves;
   moves.step = step;
   moves.bound = bound;
-  const BoundStep made = Must(BindStep(moves, memory));
+  const BoundStep made = Must(BindStep(
+      moves, memory,
+      step == MoveStep::kCompare ? Must(FindReplicas(*bound)) : std::vector<HeldReplica>()));
   Must(
       PlanCopies(made.transfer, Verification::kOff, addresses, {.engine_bytes = int64_t{2} << 20}));
   return Now() - start;

@@ -284,6 +284,17 @@ class Cutter {
 
 // ---- order ----
 
+SumRange RangeOf(const std::vector<CopyTask>& tasks, uint32_t CopyTask::*sum) {
+  uint32_t first = kNoSum;
+  uint32_t last = 0;
+  for (const CopyTask& task : tasks) {
+    if (task.*sum == kNoSum) continue;
+    first = std::min(first, task.*sum);
+    last = std::max(last, task.*sum);
+  }
+  return first == kNoSum ? SumRange() : SumRange{first, last - first + 1};
+}
+
 // The work that one device runs, by the devices to which it stores.
 class DeviceQueues {
  public:
@@ -326,6 +337,8 @@ class DeviceQueues {
                           .local = sizes.local,
                           .tasks = {},
                           .apart = 0,
+                          .sums = {},
+                          .proof_sums = {},
                           .lanes = TakeLanes(position)};
     std::vector<Queue> queues;
     for (const auto& [number, target] : targets_) queues.emplace_back(target, sizes);
@@ -341,6 +354,8 @@ class DeviceQueues {
     const auto apart = std::stable_partition(result.tasks.begin(), result.tasks.end(),
                                              [](const CopyTask& task) { return !LiesApart(task); });
     result.apart = static_cast<size_t>(result.tasks.end() - apart);
+    result.sums = RangeOf(result.tasks, &CopyTask::sum);
+    result.proof_sums = RangeOf(result.tasks, &CopyTask::proof_sum);
     return result;
   }
 

@@ -50,6 +50,12 @@ struct EngineCopies {
 // receivers, or half the links are idle.
 inline constexpr size_t kEngineLanes = 4;
 
+// Numbers of sums, from the least to the greatest that a device's tasks have.
+struct SumRange {
+  uint32_t first = 0;
+  uint32_t count = 0;
+};
+
 struct DeviceTasks {
   int device = 0;
   // True if at most a 16th of the bytes go to other devices, by kernel or engine: then memory is
@@ -59,6 +65,8 @@ struct DeviceTasks {
   // tasks, and no others, are for the kernel of elements that lie apart (LiesApart in copy_task.h).
   std::vector<CopyTask> tasks;
   size_t apart = 0;
+  SumRange sums;        // CopyTask::sum
+  SumRange proof_sums;  // CopyTask::proof_sum
   // Copies beside `tasks`; at most kEngineLanes lanes, none empty, to be issued in this order.
   // Among a plan's sources with lanes, the nth begins with its nth receiver.
   std::vector<EngineCopies> lanes;

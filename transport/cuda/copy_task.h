@@ -60,7 +60,7 @@ struct CopyLaunch {
   const CopyTask* tasks = nullptr;  // in device memory, aligned to 16 bytes
   uint32_t task_count = 0;
   uint32_t* next_task = nullptr;              // zero at the launch; blocks take tasks from it
-  unsigned long long* stored_sums = nullptr;  // zeroed before; null if no task has a sum
+  unsigned long long* stored_sums = nullptr;  // where number 0 would be; zeroed before
   unsigned long long* source_sums = nullptr;
 };
 

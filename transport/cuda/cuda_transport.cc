@@ -329,8 +329,6 @@ class Run : public std::enable_shared_from_this<Run> {
   const Engine& engine() const { return *engine_; }
   const Planned& planned() const { return *planned_; }
   const std::string& label() const { return label_; }
-  int64_t stored_sums() const { return static_cast<int64_t>(sums_.stored.size()); }
-  int64_t source_sums() const { return static_cast<int64_t>(sums_.source.size()); }
 
   // True if a job failed; jobs that were not begun are then skipped.
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
@@ -338,11 +336,15 @@ class Run : public std::enable_shared_from_this<Run> {
   // Called when the transport ends and a device has not ended its job.
   void Fail(const absl::Status& status) { FinishOnce(status, /*ended=*/false); }
 
-  // Adds the results of one device: its stored sums, then its source sums.
-  void Add(const unsigned long long* results) {
+  // Adds the results of one device: those of its tasks' sums, then those of their source passes.
+  // The source passes of a readback take the place of the stored sums (copy_plan.h).
+  void Add(const DeviceTasks& tasks, bool readback, const unsigned long long* results) {
     MutexLock lock(&mutex_);
-    for (uint64_t& sum : sums_.stored) sum += *results++;
-    for (uint64_t& sum : sums_.source) sum += *results++;
+    const auto add = [&results](const SumRange& range, std::vector<uint64_t>* sums) {
+      for (uint32_t i = 0; i < range.count; ++i) (*sums)[range.first + i] += *results++;
+    };
+    add(tasks.sums, &sums_.stored);
+    add(tasks.proof_sums, readback ? &sums_.stored : &sums_.source);
   }
 
   void JobEnded(const absl::Status& status) {
@@ -413,7 +415,8 @@ class ShareJob : public DeviceJob {
 
   void End(const absl::Status& status) override {
     if (status.ok() && results_at_ >= 0) {
-      run_->Add(reinterpret_cast<const unsigned long long*>(pinned_.host() + results_at_));
+      run_->Add(*part_.tasks, readback_,
+                reinterpret_cast<const unsigned long long*>(pinned_.host() + results_at_));
     }
     // Free the buffers before `done` is called, so that the next run finds them.
     pinned_ = Buffer();
@@ -438,7 +441,8 @@ class ShareJob : public DeviceJob {
     return static_cast<int64_t>(part_.tasks->tasks.size() * sizeof(CopyTask));
   }
   int64_t SumBytes() const {
-    return (run_->stored_sums() + run_->source_sums()) * static_cast<int64_t>(sizeof(uint64_t));
+    return (int64_t{part_.tasks->sums.count} + part_.tasks->proof_sums.count) *
+           static_cast<int64_t>(sizeof(uint64_t));
   }
   static int64_t PinnedFor(int64_t bytes) { return bytes <= kMaxPinnedUpload ? AlignUp(bytes) : 0; }
 
@@ -521,11 +525,14 @@ class ShareJob : public DeviceJob {
     // Each kernel has a counter of its own.
     static_assert(2 * sizeof(uint32_t) <= kCounterBytes);
     launch.next_task = reinterpret_cast<uint32_t*>(scratch_.address()) + (first == 0 ? 0 : 1);
-    if (SumBytes() == 0) return launch;
-    auto* const stored = reinterpret_cast<unsigned long long*>(scratch_.address() + kCounterBytes);
-    // The sums of a readback take the place of the stored sums (copy_plan.h).
-    launch.stored_sums = stored;
-    launch.source_sums = readback_ ? stored : stored + run_->stored_sums();
+    // Tasks index the sums of all devices; only this device's are there.
+    const auto sums_from = [](uint64_t address, const SumRange& range) {
+      return reinterpret_cast<unsigned long long*>(address - range.first * sizeof(uint64_t));
+    };
+    const uint64_t sums = scratch_.address() + kCounterBytes;
+    launch.stored_sums = sums_from(sums, part_.tasks->sums);
+    launch.source_sums =
+        sums_from(sums + part_.tasks->sums.count * sizeof(uint64_t), part_.tasks->proof_sums);
     return launch;
   }
 

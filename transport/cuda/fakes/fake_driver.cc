@@ -110,6 +110,8 @@ unsigned AtFirst(const char* variable, unsigned otherwise) {
 }
 // Devices whose streams are stopped, as for FakeCudaHold.
 unsigned HeldAtFirst() { return AtFirst("REFITD_FAKE_CUDA_HOLD", 0); }
+// Whether kernels run no task, so that only the work of the host is left to measure.
+bool IdleAtFirst() { return AtFirst("REFITD_FAKE_CUDA_IDLE", 0) != 0; }
 // The call that does not return, as for FakeCudaBlock.
 std::string BlockedAtFirst() {
   const char* const call = std::getenv("REFITD_FAKE_CUDA_BLOCK");
@@ -134,6 +136,7 @@ struct State {
   int corrupt_launch = 0;
   unsigned held = HeldAtFirst();
   int devices = DevicesAtFirst();
+  bool idle = IdleAtFirst();
   bool backwards = false;  // the order of streams
   bool peers = true;
   CUresult lost = CUDA_SUCCESS;
@@ -292,6 +295,7 @@ bool RunTask(const State& fake, int device, const CopyTask& task, const CopyLaun
 CUresult RunKernel(State* fake, int device, const CopyLaunch& launch, unsigned blocks) {
   const CUresult fault = Fault(fake, "kernel");
   if (fault != CUDA_SUCCESS) return fault;
+  if (fake->idle) return CUDA_SUCCESS;
   const bool corrupt = fake->corrupt_launch > 0 && --fake->corrupt_launch == 0;
   if (!Reaches(*fake, device, reinterpret_cast<uint64_t>(launch.tasks),
                launch.task_count * sizeof(CopyTask)) ||
