@@ -22,6 +22,7 @@ int main() {
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -80,6 +81,8 @@ CUdeviceptr Allocate(size_t bytes) {
   return address;
 }
 
+using Counts = std::array<uint32_t, kCopyKernels>;  // of tasks, by kernel
+
 class Gpu {
  public:
   explicit Gpu(int ordinal) {
@@ -94,9 +97,10 @@ class Gpu {
     TRIAL_CALL(cuEventCreate, &end_, CU_EVENT_DEFAULT);
     CUmodule module = nullptr;
     TRIAL_CALL(cuModuleLoadData, &module, CopyKernelImage().data());
-    TRIAL_CALL(cuModuleGetFunction, &kernel_, module, kCopyKernel);
-    TRIAL_CALL(cuModuleGetFunction, &apart_kernel_, module, kCopyApartKernel);
-    next_ = Allocate(2 * sizeof(uint32_t));
+    for (size_t k = 0; k < kernels_.size(); ++k) {
+      TRIAL_CALL(cuModuleGetFunction, &kernels_[k], module, kCopyKernelNames[k]);
+    }
+    next_ = Allocate(kCopyKernels * sizeof(uint32_t));
   }
 
   void Use() const { TRIAL_CALL(cuCtxSetCurrent, context_); }
@@ -104,7 +108,7 @@ class Gpu {
   CUcontext context() const { return context_; }
   int Attribute(CUfunction_attribute attribute) const {
     int value = 0;
-    TRIAL_CALL(cuFuncGetAttribute, &value, attribute, kernel_);
+    TRIAL_CALL(cuFuncGetAttribute, &value, attribute, kernels_[0]);
     return value;
   }
 
@@ -121,34 +125,31 @@ class Gpu {
   }
 
   // `sums` is device memory for the stored sums and then as many source sums; it is zeroed here.
-  // The last `apart` tasks are of elements that lie apart.
-  float Launch(CUdeviceptr tasks, uint32_t count, uint32_t apart, int blocks, CUdeviceptr sums,
-               size_t sum_count) {
+  // `shares`: of a plain task.
+  float Launch(CUdeviceptr tasks, const Counts& counts, uint32_t shares, int blocks,
+               CUdeviceptr sums, size_t sum_count) {
     Use();
-    TRIAL_CALL(cuMemsetD8, next_, 0, 2 * sizeof(uint32_t));
+    TRIAL_CALL(cuMemsetD8, next_, 0, kCopyKernels * sizeof(uint32_t));
     TRIAL_CALL(cuMemsetD8, sums, 0, 2 * sum_count * 8);
-    CopyLaunch launch = {
-        .tasks = reinterpret_cast<const CopyTask*>(tasks),
-        .task_count = count - apart,
-        .next_task = reinterpret_cast<uint32_t*>(next_),
-        .stored_sums = reinterpret_cast<unsigned long long*>(sums),
-        .source_sums = reinterpret_cast<unsigned long long*>(sums + sum_count * 8)};
-    CopyLaunch apart_launch = launch;
-    apart_launch.tasks += count - apart;
-    apart_launch.task_count = apart;
-    apart_launch.next_task += 1;
-    void* arguments[] = {&launch};
-    void* apart_arguments[] = {&apart_launch};
+    std::array<CopyLaunch, kCopyKernels> launches;
+    const auto* first = reinterpret_cast<const CopyTask*>(tasks);
+    for (size_t k = 0; k < launches.size(); ++k) {
+      launches[k] = {.tasks = first,
+                     .task_count = counts[k],
+                     .shares = static_cast<CopyKernel>(k) == CopyKernel::kPlain ? shares : 1,
+                     .next_task = reinterpret_cast<uint32_t*>(next_) + k,
+                     .stored_sums = reinterpret_cast<unsigned long long*>(sums),
+                     .source_sums = reinterpret_cast<unsigned long long*>(sums + sum_count * 8)};
+      first += counts[k];
+    }
     // The legacy stream sets memory, and this stream does not wait for it.
     TRIAL_CALL(cuCtxSynchronize, );
     return Time([&](CUstream stream) {
-      if (launch.task_count > 0) {
-        TRIAL_CALL(cuLaunchKernel, kernel_, static_cast<unsigned>(blocks), 1, 1, kCopyThreads, 1, 1,
-                   0, stream, arguments, nullptr);
-      }
-      if (apart > 0) {
-        TRIAL_CALL(cuLaunchKernel, apart_kernel_, static_cast<unsigned>(blocks), 1, 1, kCopyThreads,
-                   1, 1, 0, stream, apart_arguments, nullptr);
+      for (size_t k = 0; k < launches.size(); ++k) {
+        if (counts[k] == 0) continue;
+        void* arguments[] = {&launches[k]};
+        TRIAL_CALL(cuLaunchKernel, kernels_[k], static_cast<unsigned>(blocks), 1, 1, kCopyThreads,
+                   1, 1, 0, stream, arguments, nullptr);
       }
     });
   }
@@ -158,17 +159,18 @@ class Gpu {
   CUstream stream_ = nullptr;
   CUevent begin_ = nullptr;
   CUevent end_ = nullptr;
-  CUfunction kernel_ = nullptr;
-  CUfunction apart_kernel_ = nullptr;
+  std::array<CUfunction, kCopyKernels> kernels_{};
   CUdeviceptr next_ = 0;
   int processors_ = 0;
 };
 
-// Puts tasks of elements that lie apart last; returns how many there are.
-uint32_t ApartLast(std::vector<CopyTask>* tasks) {
-  const auto apart = std::stable_partition(tasks->begin(), tasks->end(),
-                                           [](const CopyTask& task) { return !LiesApart(task); });
-  return static_cast<uint32_t>(tasks->end() - apart);
+// Sorts the tasks by kernel, and returns how many each has.
+Counts SortByKernel(std::vector<CopyTask>* tasks) {
+  Counts counts{};
+  for (const CopyTask& task : *tasks) ++counts[static_cast<size_t>(KernelOf(task))];
+  std::stable_sort(tasks->begin(), tasks->end(),
+                   [](const CopyTask& a, const CopyTask& b) { return KernelOf(a) < KernelOf(b); });
+  return counts;
 }
 
 template <typename T>
@@ -313,17 +315,16 @@ void RandomPart(Gpu* gpu) {
     const CUdeviceptr to = Upload(want);
     const CUdeviceptr sums = Allocate(2 * kSums * 8);
     std::vector<CopyTask> there = At(tasks, from, to);
-    const uint32_t apart = ApartLast(&there);
+    const Counts counts = SortByKernel(&there);
     const CUdeviceptr on_gpu = Upload(there);
-    const auto count = static_cast<uint32_t>(tasks.size());
-    gpu->Launch(on_gpu, count, apart, 1 + 7 * round, sums, kSums);
+    gpu->Launch(on_gpu, counts, 1 + 5 * static_cast<uint32_t>(round), 1 + 7 * round, sums, kSums);
 
     std::vector<unsigned long long> want_sums(2 * kSums);
     const auto here = At(tasks, reinterpret_cast<uint64_t>(source.data()),
                          reinterpret_cast<uint64_t>(want.data()));
     uint32_t next = 0;
     RunTasks({.tasks = here.data(),
-              .task_count = count,
+              .task_count = static_cast<uint32_t>(here.size()),
               .next_task = &next,
               .stored_sums = want_sums.data(),
               .source_sums = want_sums.data() + kSums},
@@ -458,10 +459,10 @@ void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
     }
     std::vector<CopyTask> reads = tasks;
     for (CopyTask& task : reads) task.source = task.destination = 0;
-    const uint32_t apart = ApartLast(&reads);
+    const Counts counts = SortByKernel(&reads);
     const CUdeviceptr at = Upload(reads);
     // A launch zeroes all sums, so the sum of the first pass is read before the second launch.
-    rates.gpu->Launch(at, static_cast<uint32_t>(reads.size()), apart, 264, rates.sums, 2);
+    rates.gpu->Launch(at, counts, 1, 264, rates.sums, 2);
     const auto got = Download<unsigned long long>(rates.sums, 4);
     if (pass == 0) of_source = got[2];
     if (pass == 1 && got[3] != of_source) Die("rates: wrong bytes", 0);
@@ -472,16 +473,17 @@ void CheckDigests(const Rates& rates, std::vector<CopyTask> tasks) {
 double Measure(const Rates& rates, const Shape& shape, Digest digest, int64_t task_bytes,
                int blocks) {
   rates.gpu->Use();
-  const std::vector<CopyTask> tasks = shape.source_every > 0
-                                          ? MakeElementTasks(rates, shape, digest, task_bytes)
-                                          : MakeTasks(rates, shape, digest, task_bytes);
-  const uint32_t apart = LiesApart(tasks.front()) ? static_cast<uint32_t>(tasks.size()) : 0;
+  std::vector<CopyTask> tasks = shape.source_every > 0
+                                    ? MakeElementTasks(rates, shape, digest, task_bytes)
+                                    : MakeTasks(rates, shape, digest, task_bytes);
+  const Counts counts = SortByKernel(&tasks);
   const CUdeviceptr on_gpu = Upload(tasks);
-  const auto count = static_cast<uint32_t>(tasks.size());
+  const auto shares =
+      static_cast<uint32_t>(std::max<int64_t>(task_bytes / int64_t{kShareBytes}, 1));
   TRIAL_CALL(cuMemsetD8, rates.to, 0xcd, static_cast<size_t>(rates.bytes));
   std::vector<float> times;
   for (int round = 0; round <= kRounds; ++round) {
-    const float time = rates.gpu->Launch(on_gpu, count, apart, blocks, rates.sums, 1);
+    const float time = rates.gpu->Launch(on_gpu, counts, shares, blocks, rates.sums, 1);
     if (round > 0) times.push_back(time);
   }
   const auto sums = Download<unsigned long long>(rates.sums, 2);
@@ -530,7 +532,7 @@ void Table(const char* where, const Rates& rates) {
     for (const Digest digest :
          {Digest::kNone, Digest::kReadback, Digest::kTransfer, Digest::kOnly}) {
       std::vector<int64_t> sizes = {shape.source_every > 0 ? 64 : 256};
-      if (&shape == kShapes && digest != Digest::kOnly) sizes = {64, 128, 256, 512};
+      if (&shape == kShapes && digest != Digest::kOnly) sizes = {64, 256, 512, 960};
       for (const int64_t size : sizes) {
         std::printf("%-34s %-15s %3d KiB", shape.name, Name(digest), static_cast<int>(size));
         for (const int n : blocks) {

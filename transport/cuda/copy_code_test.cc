@@ -176,9 +176,11 @@ void CheckRead(Trial* trial, uint32_t threads) {
   CHECK(sum == trial->Digest(trial->proof, trial->proof_at));
 }
 
-void CheckCopy(Trial* trial, uint32_t threads) {
+void CheckCopy(Trial* trial, uint32_t threads, uint32_t shares) {
   uint32_t next = 0;
-  RunTasks({.tasks = &trial->task, .task_count = 1, .next_task = &next}, threads);
+  if (KernelOf(trial->task) != CopyKernel::kPlain) shares = 1;
+  RunTasks({.tasks = &trial->task, .task_count = 1, .shares = shares, .next_task = &next}, threads);
+  CHECK(next == shares + 1);
 }
 
 void CheckStored(const Trial& trial) {
@@ -205,13 +207,74 @@ TEST_CASE("A task of runs stores its bytes and digests as defined, however it li
         CheckRead(trial.get(), threads);
         break;
       case 1:
-        CheckCopy(trial.get(), threads);
+        CheckCopy(trial.get(), threads, static_cast<uint32_t>(Pick(&rng, 1, 8)));
         CheckStored(*trial);
         break;
       default:
         CheckBoth(trial.get(), threads);
         CheckStored(*trial);
     }
+  }
+}
+
+// The runs of a task: where each begins at the source and at the destination, and its length.
+std::vector<std::array<uint64_t, 3>> RunsOf(const CopyTask& task) {
+  std::vector<std::array<uint64_t, 3>> runs;
+  if (task.destination == 0) return runs;
+  const auto at = [](uint64_t base, const int64_t* step, int64_t i, int64_t j, int64_t k) {
+    return base + static_cast<uint64_t>(i * step[0] + j * step[1] + k * step[2]);
+  };
+  for (int64_t i = 0; i < task.count[0]; ++i) {
+    for (int64_t j = 0; j < task.count[1]; ++j) {
+      for (int64_t k = 0; k < task.count[2]; ++k) {
+        runs.push_back({at(task.source, task.source_step, i, j, k),
+                        at(task.destination, task.destination_step, i, j, k), task.run});
+      }
+    }
+  }
+  return runs;
+}
+
+TEST_CASE("The shares of a task are together the task, and none is small but the last") {
+  Rng rng(kSeed + 1);
+  for (int round = 0; round < 500; ++round) {
+    INFO("round " << round);
+    CopyTask task;
+    task.element_bytes = static_cast<uint8_t>(1 << Pick(&rng, 0, 2));
+    task.source = 1 << 20;
+    task.destination = 2 << 20;
+    const bool one_run = Pick(&rng, 0, 1) == 0;
+    task.run = static_cast<uint32_t>(one_run ? Pick(&rng, 1, 300'000) : Pick(&rng, 2, 900));
+    for (int d = 0; d < kTaskDims && !one_run; ++d) {
+      task.count[d] = static_cast<uint16_t>(Pick(&rng, 1, d == kTaskDims - 1 ? 200 : 6));
+      task.source_step[d] = Pick(&rng, -1000, 100'000);
+      task.destination_step[d] = Pick(&rng, 1, 100'000);
+    }
+    const auto shares = static_cast<uint32_t>(Pick(&rng, 1, 16));
+    std::vector<std::array<uint64_t, 3>> runs;
+    uint64_t bytes = 0;
+    uint32_t filled = 0;
+    for (uint32_t share = 0; share < shares; ++share) {
+      CopyTask part = task;
+      copy_code::CutShare(&part, share, shares);
+      const auto of_share = RunsOf(part);
+      if (of_share.empty()) continue;
+      // All shares before were filled.
+      CHECK(filled++ == share);
+      if (share > 0) CHECK(bytes >= uint64_t{share} * kShareBytes);
+      for (const auto& run : of_share) {
+        bytes += run[2] * task.element_bytes;
+        // Parts of one run follow one another.
+        if (one_run && !runs.empty()) {
+          CHECK(run[0] == runs[0][0] + runs[0][2] * task.element_bytes);
+          CHECK(run[1] == runs[0][1] + runs[0][2] * task.element_bytes);
+          runs[0][2] += run[2];
+        } else {
+          runs.push_back(run);
+        }
+      }
+    }
+    CHECK(runs == RunsOf(task));
   }
 }
 

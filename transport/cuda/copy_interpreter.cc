@@ -19,17 +19,34 @@ void Add(unsigned long long* sums, uint32_t sum, uint64_t digest) {
   if (sum != kNoSum) __atomic_fetch_add(sums + sum, digest, __ATOMIC_RELAXED);
 }
 
+copy_code::TaskSums Run(CopyKernel kernel, const CopyTask& task, uint32_t thread,
+                        uint32_t threads) {
+  switch (kernel) {
+    case CopyKernel::kApart:
+      return copy_code::RunApart(task, kTable.data(), thread, threads);
+    case CopyKernel::kRead:
+      return copy_code::RunRead(task, kTable.data(), thread, threads);
+    case CopyKernel::kPlain:
+      copy_code::RunPlain(task, thread, threads);
+      return {};
+    default:
+      return copy_code::RunRuns(task, kTable.data(), thread, threads);
+  }
+}
+
 }  // namespace
 
 void RunTasks(const CopyLaunch& launch, uint32_t threads) {
   while (true) {
     const uint32_t next = __atomic_fetch_add(launch.next_task, 1, __ATOMIC_RELAXED);
-    if (next >= launch.task_count) return;
-    const CopyTask& task = launch.tasks[next];
+    if (next >= launch.task_count * launch.shares) return;
+    CopyTask task = launch.tasks[next / launch.shares];
+    const CopyKernel kernel = KernelOf(task);
+    if (kernel == CopyKernel::kPlain) {
+      copy_code::CutShare(&task, next % launch.shares, launch.shares);
+    }
     for (uint32_t thread = 0; thread < threads; ++thread) {
-      const copy_code::TaskSums sums =
-          LiesApart(task) ? copy_code::RunApart(task, kTable.data(), thread, threads)
-                          : copy_code::RunShare(task, kTable.data(), thread, threads);
+      const copy_code::TaskSums sums = Run(kernel, task, thread, threads);
       Add(launch.stored_sums, task.sum, sums.stored);
       Add(launch.source_sums, task.proof_sum, sums.source);
     }

@@ -10,8 +10,8 @@
 
 namespace refitd {
 
-// Does what a launch of refitd_copy with `threads` threads per block does, in order. Sums are added
-// atomically.
+// Does what launches of the kernels with `threads` threads per block do, in order; the tasks may be
+// for any kernel (for one kernel if they are cut into shares). Sums are added atomically.
 void RunTasks(const CopyLaunch& launch, uint32_t threads = kCopyThreads);
 
 }  // namespace refitd

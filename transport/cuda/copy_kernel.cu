@@ -39,7 +39,17 @@ __device__ __forceinline__ void FetchTask(const CopyLaunch& launch, uint32_t num
 // All tasks come from the counter, also each block's first task: if first tasks were fixed, those
 // of a block that waits for a multiprocessor would wait too. Each task is taken and fetched while
 // the block works on the task before.
-template <bool kApart>
+template <CopyKernel kKernel>
+__device__ __forceinline__ copy_code::TaskSums Run(const CopyTask& task, const uint32_t* table) {
+  if constexpr (kKernel == CopyKernel::kApart) {
+    return copy_code::RunApart(task, table, threadIdx.x, kCopyThreads);
+  } else if constexpr (kKernel == CopyKernel::kRead) {
+    return copy_code::RunRead(task, table, threadIdx.x, kCopyThreads);
+  } else {
+    return copy_code::RunRuns(task, table, threadIdx.x, kCopyThreads);
+  }
+}
+template <CopyKernel kKernel>
 __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
   __shared__ uint32_t table[copy_code::kTableWords];
   __shared__ Turn turns[2];
@@ -62,9 +72,7 @@ __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
     FetchTask(launch, next, &other);
 
     const CopyTask& task = *reinterpret_cast<const CopyTask*>(turn.task);
-    const copy_code::TaskSums sums =
-        kApart ? copy_code::RunApart(task, table, thread, kCopyThreads)
-               : copy_code::RunShare(task, table, thread, kCopyThreads);
+    const copy_code::TaskSums sums = Run<kKernel>(task, table);
     const bool stored = task.sum != kNoSum;
     const bool source = task.proof_sum != kNoSum;
     if (stored) {
@@ -89,14 +97,64 @@ __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
   }
 }
 
+// As RunTasks, for tasks without digests, which are taken share by share. A kernel of its own has
+// registers enough for twice the loads in flight.
+__device__ __forceinline__ void RunPlainTasks(const CopyLaunch& launch) {
+  __shared__ Turn turns[2];
+  const uint32_t thread = threadIdx.x;
+  const uint32_t count = launch.task_count * launch.shares;
+  const auto fetch = [&launch](uint32_t number, Turn* turn) {
+    FetchTask(launch, number / launch.shares, turn);
+  };
+  // Called by the thread that ends a turn; the warp has fetched the task.
+  const auto cut = [&launch](uint32_t number, Turn* turn) {
+    copy_code::CutShare(reinterpret_cast<CopyTask*>(turn->task), number % launch.shares,
+                        launch.shares);
+  };
+  if (thread == 0) {
+    turns[0].number = atomicAdd(launch.next_task, 1);
+    turns[1].number = atomicAdd(launch.next_task, 1);
+  }
+  __syncthreads();
+  uint32_t number = turns[0].number;
+  fetch(number, &turns[0]);
+  __syncwarp();
+  if (thread == 0) cut(number, &turns[0]);
+  __syncthreads();
+  for (uint32_t at = 0; number < count; at ^= 1) {
+    Turn& turn = turns[at];
+    Turn& other = turns[at ^ 1];
+    const uint32_t next = other.number;
+    uint32_t after = 0;
+    if (thread == 0) after = atomicAdd(launch.next_task, 1);
+    fetch(next, &other);
+    copy_code::RunPlain(*reinterpret_cast<const CopyTask*>(turn.task), thread, kCopyThreads);
+    __syncwarp();
+    if (thread == 0) {
+      turn.number = after;
+      cut(next, &other);
+    }
+    __syncthreads();
+    number = next;
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLaunch launch) {
-  RunTasks<false>(launch);
+  RunTasks<CopyKernel::kRuns>(launch);
+}
+
+extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy_read(CopyLaunch launch) {
+  RunTasks<CopyKernel::kRead>(launch);
+}
+
+extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy_plain(CopyLaunch launch) {
+  RunPlainTasks(launch);
 }
 
 extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy_apart(CopyLaunch launch) {
-  RunTasks<true>(launch);
+  RunTasks<CopyKernel::kApart>(launch);
 }
 
 }  // namespace refitd

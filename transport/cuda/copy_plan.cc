@@ -17,6 +17,7 @@ constexpr int64_t kVectorBytes = 16;
 // Runs are cut at multiples of this, so that the parts stay aligned as the run is, in memory and in
 // blocks of the digest.
 constexpr int64_t kCutBytes = 512;
+constexpr int64_t kMostShares = 16;
 constexpr int64_t kMostCount = 65'535;  // the largest value of CopyTask::count
 // Runs of at most this number of elements are copied one element at a time, because the fixed cost
 // of a run would be higher.
@@ -295,6 +296,30 @@ SumRange RangeOf(const std::vector<CopyTask>& tasks, uint32_t CopyTask::*sum) {
   return first == kNoSum ? SumRange() : SumRange{first, last - first + 1};
 }
 
+void SortByKernel(std::vector<CopyTask>* tasks, std::array<size_t, kCopyKernels>* counts) {
+  auto begin = tasks->begin();
+  for (int k = 0; k < kCopyKernels; ++k) {
+    const auto end = std::stable_partition(begin, tasks->end(), [k](const CopyTask& task) {
+      return KernelOf(task) == static_cast<CopyKernel>(k);
+    });
+    (*counts)[static_cast<size_t>(k)] = static_cast<size_t>(end - begin);
+    begin = end;
+  }
+}
+
+// As many shares of a plain task as tasks of mean size fill. Only copies within a device gain.
+uint32_t SharesOf(const DeviceTasks& device) {
+  int64_t tasks = 0;
+  int64_t bytes = 0;
+  for (const CopyTask& task : device.tasks) {
+    if (KernelOf(task) != CopyKernel::kPlain) continue;
+    ++tasks;
+    bytes += TaskBytes(task);
+  }
+  const int64_t shares = bytes / std::max<int64_t>(tasks, 1) / int64_t{kShareBytes};
+  return static_cast<uint32_t>(std::clamp<int64_t>(shares, 1, kMostShares));
+}
+
 // The work that one device runs, by the devices to which it stores.
 class DeviceQueues {
  public:
@@ -303,6 +328,7 @@ class DeviceQueues {
     to.strips.push_back(strip);
     to.bytes += StripBytes(strip);
     bytes_ += StripBytes(strip);
+    digests_ = digests_ || strip.task.sum != kNoSum || strip.task.proof_sum != kNoSum;
   }
   void AddCopy(int target, uint64_t source, uint64_t destination, int64_t bytes) {
     EngineCopies& copies = copies_[target];
@@ -336,7 +362,8 @@ class DeviceQueues {
     DeviceTasks result = {.device = device,
                           .local = sizes.local,
                           .tasks = {},
-                          .apart = 0,
+                          .counts = {},
+                          .shares = 1,
                           .sums = {},
                           .proof_sums = {},
                           .lanes = TakeLanes(position)};
@@ -351,9 +378,8 @@ class DeviceQueues {
     }
     TakeTurns(&queues, &result.tasks);
     REFITD_CHECK(result.tasks.size() == count);
-    const auto apart = std::stable_partition(result.tasks.begin(), result.tasks.end(),
-                                             [](const CopyTask& task) { return !LiesApart(task); });
-    result.apart = static_cast<size_t>(result.tasks.end() - apart);
+    SortByKernel(&result.tasks, &result.counts);
+    if (sizes.local) result.shares = SharesOf(result);
     result.sums = RangeOf(result.tasks, &CopyTask::sum);
     result.proof_sums = RangeOf(result.tasks, &CopyTask::proof_sum);
     return result;
@@ -382,9 +408,9 @@ class DeviceQueues {
     const int64_t wanted = bytes_ / std::max<int64_t>(options.tasks_wanted, 1);
     const int64_t most = std::clamp(wanted, options.least_task_bytes,
                                     std::max(options.least_task_bytes, options.most_task_bytes));
-    return {.local = local,
-            .first = std::clamp(wanted, most, std::max(most, options.most_first_task_bytes)),
-            .others = most};
+    const int64_t first = std::clamp(wanted, most, std::max(most, options.most_first_task_bytes));
+    // Shares are small whatever the size of their task.
+    return {.local = local, .first = first, .others = local && !digests_ ? first : most};
   }
 
   // Tells how large the tasks of a target's strips may be, one strip after the other.
@@ -475,6 +501,7 @@ class DeviceQueues {
   std::map<int, EngineCopies> copies_;  // by target
   int64_t copied_ = 0;                  // bytes of these copies
   int64_t bytes_ = 0;
+  bool digests_ = false;
 };
 
 using Devices = std::map<int, DeviceQueues>;

@@ -8,6 +8,7 @@
 #ifndef REFITD_TRANSPORT_CUDA_COPY_PLAN_H_
 #define REFITD_TRANSPORT_CUDA_COPY_PLAN_H_
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -61,10 +62,11 @@ struct DeviceTasks {
   // True if at most a 16th of the bytes go to other devices, by kernel or engine: then memory is
   // the limit, not a link.
   bool local = false;
-  // Tasks for the kernels, which run them in any order, each by one thread block. The last `apart`
-  // tasks, and no others, are for the kernel of elements that lie apart (LiesApart in copy_task.h).
+  // Tasks for the kernels, which run them in any order. Those of one kernel are together, kernel
+  // after kernel; `counts` says how many each has.
   std::vector<CopyTask> tasks;
-  size_t apart = 0;
+  std::array<size_t, kCopyKernels> counts{};
+  uint32_t shares = 1;  // of a task of the plain kernel (CopyLaunch::shares)
   SumRange sums;        // CopyTask::sum
   SumRange proof_sums;  // CopyTask::proof_sum
   // Copies beside `tasks`; at most kEngineLanes lanes, none empty, to be issued in this order.

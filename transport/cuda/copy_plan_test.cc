@@ -245,13 +245,23 @@ struct Sums {
 void RunAll(const std::vector<DeviceTasks>& devices, uint32_t threads,
             std::vector<unsigned long long>* stored, std::vector<unsigned long long>* source) {
   for (const DeviceTasks& device : devices) {
-    uint32_t next = 0;
-    RunTasks({.tasks = device.tasks.data(),
-              .task_count = static_cast<uint32_t>(device.tasks.size()),
-              .next_task = &next,
-              .stored_sums = stored->data(),
-              .source_sums = source->data()},
-             threads);
+    const CopyTask* first = device.tasks.data();
+    for (int k = 0; k < kCopyKernels; ++k) {
+      const auto kernel = static_cast<CopyKernel>(k);
+      const size_t count = device.counts[static_cast<size_t>(k)];
+      REQUIRE(std::all_of(first, first + count,
+                          [kernel](const CopyTask& task) { return KernelOf(task) == kernel; }));
+      uint32_t next = 0;
+      RunTasks({.tasks = first,
+                .task_count = static_cast<uint32_t>(count),
+                .shares = kernel == CopyKernel::kPlain ? device.shares : 1,
+                .next_task = &next,
+                .stored_sums = stored->data(),
+                .source_sums = source->data()},
+               threads);
+      first += count;
+    }
+    REQUIRE(first == device.tasks.data() + device.tasks.size());
     for (const EngineCopies& copies : device.lanes) {
       for (size_t i = 0; i < copies.bytes.size(); ++i) {
         std::memcpy(reinterpret_cast<void*>(copies.destinations[i]),

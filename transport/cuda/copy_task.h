@@ -43,8 +43,7 @@ struct alignas(16) CopyTask {
 };
 static_assert(sizeof(CopyTask) == 128);
 
-// Whether a task has single elements, each at a multiple of its size. Such tasks have a kernel of
-// their own. All other tasks go to the kernel for runs, which takes any task.
+// Whether a task has single elements, each at a multiple of its size.
 constexpr bool LiesApart(const CopyTask& task) {
   if (task.run != 1) return false;
   const uint64_t bytes = task.element_bytes;
@@ -55,10 +54,29 @@ constexpr bool LiesApart(const CopyTask& task) {
   return all % bytes == 0;  // sizes are powers of two
 }
 
-// The kernel's launch argument.
+// The kernels, each with tasks of its own: kApart those that lie apart, kPlain those without
+// digests, kRead those that store nothing, kRuns all others. The code of one would take registers
+// from another: a kernel for two of them loads fewer vectors at once, or spills.
+enum class CopyKernel : uint8_t { kRuns, kRead, kPlain, kApart };
+inline constexpr int kCopyKernels = 4;
+
+constexpr CopyKernel KernelOf(const CopyTask& task) {
+  if (LiesApart(task)) return CopyKernel::kApart;
+  const bool digested = task.sum != kNoSum || task.proof_sum != kNoSum;
+  if (!digested) return CopyKernel::kPlain;
+  return task.destination == 0 ? CopyKernel::kRead : CopyKernel::kRuns;
+}
+
+// The least bytes of a share of a task: eight vectors for each thread of a block.
+inline constexpr uint32_t kShareBytes = 64 << 10;
+
+// A kernel's launch argument.
 struct CopyLaunch {
   const CopyTask* tasks = nullptr;  // in device memory, aligned to 16 bytes
   uint32_t task_count = 0;
+  // kPlain: into how many shares a task is cut (CutShare in copy_code.h), each for one thread block
+  // at a time. Blocks that run at once then work close together in memory, which is faster.
+  uint32_t shares = 1;
   uint32_t* next_task = nullptr;              // zero at the launch; blocks take tasks from it
   unsigned long long* stored_sums = nullptr;  // where number 0 would be; zeroed before
   unsigned long long* source_sums = nullptr;

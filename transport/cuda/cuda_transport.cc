@@ -491,40 +491,45 @@ class ShareJob : public DeviceJob {
                                             static_cast<size_t>(kCounterBytes + SumBytes()),
                                             streams->main));
     const CudaTransportOptions& options = run_->engine().options();
-    const size_t runs = part_.tasks->tasks.size() - part_.tasks->apart;
-    REFITD_RETURN_IF_ERROR(Launch(*streams, streams->kernel, MakeLaunch(0, runs),
-                                  part_.tasks->local ? options.local_blocks : options.blocks));
-    // These tasks keep multiprocessors busy whatever link their bytes cross, so they always get
-    // many blocks.
-    REFITD_RETURN_IF_ERROR(Launch(*streams, streams->apart_kernel,
-                                  MakeLaunch(runs, part_.tasks->apart), options.local_blocks));
+    size_t first = 0;
+    for (int k = 0; k < kCopyKernels; ++k) {
+      const auto kernel = static_cast<CopyKernel>(k);
+      // Tasks of elements that lie apart keep multiprocessors busy whatever link their bytes cross,
+      // so they always get many blocks.
+      const bool many = part_.tasks->local || kernel == CopyKernel::kApart;
+      REFITD_RETURN_IF_ERROR(Launch(*streams, kernel, MakeLaunch(first, kernel),
+                                    many ? options.local_blocks : options.blocks));
+      first += part_.tasks->counts[static_cast<size_t>(k)];
+    }
     if (results_at_ < 0) return absl::OkStatus();
     return REFITD_CUDA_CALL(api, cuMemcpyDtoHAsync, pinned_.host() + results_at_,
                             scratch_.address() + kCounterBytes, static_cast<size_t>(SumBytes()),
                             streams->main);
   }
 
-  static absl::Status Launch(const DeviceStreams& streams, CUfunction kernel, CopyLaunch launch,
+  static absl::Status Launch(const DeviceStreams& streams, CopyKernel kernel, CopyLaunch launch,
                              int most_blocks) {
     if (launch.task_count == 0) return absl::OkStatus();
     void* parameters[] = {&launch};
-    const auto blocks =
-        std::min(static_cast<unsigned>(std::max(most_blocks, 1)), unsigned{launch.task_count});
-    return REFITD_CUDA_CALL(streams.api, cuLaunchKernel, kernel, blocks, 1, 1, kCopyThreads, 1, 1,
-                            0, streams.main, parameters, nullptr);
+    const auto blocks = std::min(static_cast<unsigned>(std::max(most_blocks, 1)),
+                                 unsigned{launch.task_count * launch.shares});
+    return REFITD_CUDA_CALL(streams.api, cuLaunchKernel,
+                            streams.kernels[static_cast<size_t>(kernel)], blocks, 1, 1,
+                            kCopyThreads, 1, 1, 0, streams.main, parameters, nullptr);
   }
 
-  // Makes the launch of `count` tasks from `first` on, which are either all tasks of runs or all
-  // tasks of elements.
-  CopyLaunch MakeLaunch(size_t first, size_t count) const {
+  // Makes the launch of the kernel's tasks, which begin at `first`.
+  CopyLaunch MakeLaunch(size_t first, CopyKernel kernel) const {
     CopyLaunch launch;
     launch.tasks = reinterpret_cast<const CopyTask*>(part_.memory.address()) + first;
     static_assert(kMaxDeviceTasks <= UINT32_MAX);
     REFITD_CHECK(part_.tasks->tasks.size() <= static_cast<size_t>(kMaxDeviceTasks));
-    launch.task_count = static_cast<uint32_t>(count);
+    launch.task_count = static_cast<uint32_t>(part_.tasks->counts[static_cast<size_t>(kernel)]);
+    if (kernel == CopyKernel::kPlain) launch.shares = part_.tasks->shares;
     // Each kernel has a counter of its own.
-    static_assert(2 * sizeof(uint32_t) <= kCounterBytes);
-    launch.next_task = reinterpret_cast<uint32_t*>(scratch_.address()) + (first == 0 ? 0 : 1);
+    static_assert(kCopyKernels * sizeof(uint32_t) <= kCounterBytes);
+    launch.next_task =
+        reinterpret_cast<uint32_t*>(scratch_.address()) + static_cast<size_t>(kernel);
     // Tasks index the sums of all devices; only this device's are there.
     const auto sums_from = [](uint64_t address, const SumRange& range) {
       return reinterpret_cast<unsigned long long*>(address - range.first * sizeof(uint64_t));

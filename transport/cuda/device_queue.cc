@@ -210,10 +210,10 @@ absl::Status DeviceQueue::Begin() {
       REFITD_RETURN_IF_ERROR(
           REFITD_CUDA_CALL(api, cuModuleLoadData, &module_, options_.kernel.data()));
     }
-    REFITD_RETURN_IF_ERROR(
-        REFITD_CUDA_CALL(api, cuModuleGetFunction, &kernel_, module_, kCopyKernel));
-    REFITD_RETURN_IF_ERROR(
-        REFITD_CUDA_CALL(api, cuModuleGetFunction, &apart_kernel_, module_, kCopyApartKernel));
+    for (size_t k = 0; k < kernels_.size(); ++k) {
+      REFITD_RETURN_IF_ERROR(
+          REFITD_CUDA_CALL(api, cuModuleGetFunction, &kernels_[k], module_, kCopyKernelNames[k]));
+    }
   }
   const auto make = [&api](CUstream* stream) {
     if (*stream != nullptr) return absl::OkStatus();
@@ -234,8 +234,7 @@ absl::Status DeviceQueue::IssueWork(DeviceJob* job, CUevent* event) {
   const ScopedContext current(api, context_);
   REFITD_RETURN_IF_ERROR(current.status());
   REFITD_ASSIGN_OR_RETURN(CUevent taken, TakeEvent());
-  DeviceStreams streams = {
-      .api = api, .kernel = kernel_, .apart_kernel = apart_kernel_, .main = main_, .lanes = lanes_};
+  DeviceStreams streams = {.api = api, .kernels = kernels_, .main = main_, .lanes = lanes_};
   absl::Status issued = job->Issue(&streams);
   // Work issued before an error still runs, and must end before the job ends.
   absl::Status closed = CloseJob(streams, &taken);

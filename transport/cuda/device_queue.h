@@ -43,8 +43,7 @@ namespace refitd {
 // context is current.
 struct DeviceStreams {
   const CudaApi& api;
-  CUfunction kernel = nullptr;        // kCopyKernel
-  CUfunction apart_kernel = nullptr;  // kCopyApartKernel
+  std::array<CUfunction, kCopyKernels> kernels{};  // by CopyKernel
   CUstream main = nullptr;
   // Streams for copy engines; the first `lanes_used` are joined with `main` after the job. They do
   // not wait for work on `main`.
@@ -141,8 +140,7 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
   // Only the issuing thread uses these fields.
   CUcontext context_ = nullptr;
   CUmodule module_ = nullptr;
-  CUfunction kernel_ = nullptr;
-  CUfunction apart_kernel_ = nullptr;
+  std::array<CUfunction, kCopyKernels> kernels_{};
   CUstream main_ = nullptr;
   std::array<CUstream, kEngineLanes> lanes_{};
   CUevent lane_event_ = nullptr;

@@ -25,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_task.h"
 #include "transport/cuda/fakes/fake_nccl_counts.h"
 #include "transport/digest/digest.h"
@@ -1078,7 +1079,8 @@ CUresult cuModuleUnload(CUmodule /*module*/) {
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   const Call call("cuModuleGetFunction");
   if (call.failed()) return call.result;
-  if (std::string_view(name) != "refitd_copy" && std::string_view(name) != "refitd_copy_apart") {
+  const auto& names = refitd::kCopyKernelNames;
+  if (std::find(names.begin(), names.end(), std::string_view(name)) == names.end()) {
     return CUDA_ERROR_NOT_FOUND;
   }
   *function = reinterpret_cast<CUfunction>(module);
