@@ -121,7 +121,8 @@ def tokens_for(model: Any) -> int:
 
 
 def digest(tensor: Any) -> int:
-    """A sum over the tensor's bytes that any swap or change of elements alters, modulo 2^64."""
+    """A checksum of the tensor's bytes and of their order, modulo 2^64. Another value in one word (8 bytes) alters it; different tensors
+    may have the same."""
     import torch
 
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -136,7 +137,9 @@ def digest(tensor: Any) -> int:
             part = words[at : at + _WORDS]
             weights = torch.arange(start + at, start + at + part.numel(), device=part.device, dtype=torch.int64)
             weights = (weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
-            total += int((((part ^ (part >> 29)) + 1) * weights).sum().item())
+            # The mask drops copies of the sign bit, with which a word and its complement would count the same.
+            mixed = part ^ ((part >> 29) & ((1 << 35) - 1))
+            total += int(((mixed + 1) * weights).sum().item())
     return (total + int(flat.numel())) % (1 << 64)
 
 
