@@ -382,7 +382,7 @@ class Update:
     def commit(self, tensor_count: int | None = None) -> UpdateResult:
         """Pushes the rest and commits: all instances listed as committed hold the version when it returns.
 
-        `tensor_count`: as of Trainer.update, for a caller that learns it only by pushing.
+        `tensor_count`: as in Trainer.update, for a caller that learns it only by pushing.
 
         Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
         push it and commit again) or other than `tensor_count` tensors came, and errors of earlier pushes.
@@ -832,7 +832,7 @@ class Trainer(Member):
         """Begins an update to `version`, or joins it; returns when every engine has stopped reading its weights. Every rank calls it.
 
         Args:
-            version: As of refit, with `verification` and `evict_late`.
+            version: As in refit, with `verification` and `evict_late`.
             duration_seconds: Of the whole update, waiting for engines included; None: the daemon's default.
             tensor_count: Tensors of all ranks together; engines with loader delivery and no manifest need the count, here or from
                 Update.commit.

@@ -508,7 +508,8 @@ class Handle:
             self._freed.release()
 
     def __del__(self) -> None:
-        # There is nothing to free where __init__ failed. Nothing refers to this handle any more, so no call uses it, whatever was counted.
+        # If __init__ failed, there is nothing to free. Nothing refers to this handle any more, so no call uses it, even if an interrupted
+        # `with` left _users above 0.
         if hasattr(self, "_freed") and self._generation == _generation:
             self._closed = True
             self._free_now()
@@ -519,7 +520,7 @@ _open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 def made_by(function: str, *arguments: Any, free: str, what: str, context: str = "") -> Handle:
     """The handle that a C function makes, whose last argument says where to put it. `free`: the function that frees it; `what`: its name in
-    errors; `context`: as of check()."""
+    errors; `context`: as in check()."""
     out = c_void_p()
     check(getattr(library(), function)(*arguments, ctypes.byref(out)), context)
     assert out.value is not None

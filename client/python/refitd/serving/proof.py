@@ -723,7 +723,7 @@ def _flip(parts: Iterable[Any]) -> None:
 
 
 def compare_logits(folder: str, key: str, run: Callable[[], Any]) -> None:
-    """Compares logits with those that the first engine with this `key` left in `folder`, or leaves them there. `run`: as of Probe. Raises
+    """Compares logits with those that the first engine with this `key` left in `folder`, or leaves them there. `run`: as in Probe. Raises
     DataLoss where they differ by more than they do from run to run."""
     import torch
 
