@@ -4,8 +4,8 @@
 //
 // Invariants
 //   - A bucket lists a tensor at most once, and only after its bytes were copied: a caller who is
-//    interrupted in between leaves a gap, never an entry without bytes.
-//  - Entries lie within the bucket, at multiples of kAlignment, and do not overlap.
+//     interrupted in between leaves a gap, never an entry without bytes.
+//   - Entries lie within the bucket, at multiples of kAlignment, and do not overlap.
 //
 // Not thread-safe: packers that share known tensors are used by one thread at a time (Python's hold
 // the interpreter lock).
