@@ -219,11 +219,7 @@ void Coordinator::Impl::Handle(MachineEvent& event) {
 }
 
 void Coordinator::Impl::On(GroupEvent& event) {
-  if (const auto* done = std::get_if<TransferDone>(&event)) {
-    return worker.Handle(*done, now, Out());
-  } else if (const auto* verified = std::get_if<VerifyDone>(&event)) {
-    return worker.Handle(*verified, now, Out());
-  } else if (const auto* lost = std::get_if<MemberLost>(&event)) {
+  if (const auto* lost = std::get_if<MemberLost>(&event)) {
     layouts.Erase(lost->member);
   } else if (const auto* layout = std::get_if<LayoutRegistered>(&event)) {
     LayoutRegistered with_digest = *layout;
