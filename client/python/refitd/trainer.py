@@ -346,14 +346,12 @@ class Update:
         if not self._packer.count:
             slot.close()
             return
-        bucket = native.sized(native.refit_bucket, packed=1)
         try:
             if slot.handle is None:
-                self._push_bucket(bucket)
+                self._push_bucket(None)
             else:
-                with slot.handle as held:
-                    bucket.slot = held
-                    self._push_bucket(bucket)
+                with slot.handle as leased:
+                    self._push_bucket(leased)
         except BaseException:
             self._window.leave()  # the arguments were refused, and nothing was pushed
             raise
@@ -361,11 +359,11 @@ class Update:
             if slot.handle is not None:
                 slot.handle.close()
 
-    def _push_bucket(self, bucket: native.refit_bucket) -> None:
+    def _push_bucket(self, slot: int | None) -> None:
         push = native.library().refit_packer_push
         done = ctypes.cast(_answered, ctypes.c_void_p)
         with self._handle as update:
-            check(push(self._packer.pointer, update, byref(bucket), done, self._window.key), self._label)
+            check(push(self._packer.pointer, update, slot, done, self._window.key), self._label)
 
     def flush(self) -> None:
         """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""
