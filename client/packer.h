@@ -64,8 +64,7 @@ class TensorTable {
 
 class Packer {
  public:
-  static constexpr int64_t kAlignment =
-      64;  // vector loads of those who read a slot want 16 or more
+  static constexpr int64_t kAlignment = 64;  // vector loads of a slot's readers want 16 or more
 
   explicit Packer(std::shared_ptr<TensorTable> known) : known_(std::move(known)) {}
   ~Packer();

@@ -33,16 +33,16 @@ from ..layout.memory import mark_written, torch_dtype
 
 # How many tokens a probe has at least; more where this many would not reach all experts.
 TOKENS = 64
-# For so many parameters at most, more than their own layer is run.
+# The most parameters for which more than their own layer is run.
 MAX_WIDER_RUNS = 256
 # These masks change the bits of floating-point elements, two neighbours in turn: 0 becomes 0.5 and 0.625 (E4M3: 0.5 and 0.75),
 # numbers of common size become tiny. Applied twice, it changes nothing.
 _FLIPS = {1: (0x30, 0x34), 2: (0x3F00, 0x3F20), 4: (0x3F000000, 0x3F200000), 8: (0x3FE0000000000000, 0x3FE4000000000000)}
-# Names of modules that choose experts; the module beside them that has the experts.
+# Names of modules that choose experts, and of the module beside them that has the experts.
 _ROUTERS, _EXPERTS = ("gate", "router"), "experts"
-# So many versions' logits are kept in a folder.
+# The number of versions whose logits are kept in a folder.
 KEPT_LOGITS = 4
-# Digests are computed over so many words at a time.
+# The number of words that digest() takes at a time.
 _WORDS = 1 << 24
 
 
