@@ -167,7 +167,7 @@ class Member : public Interface {
 
   mutable Mutex mutex_;
   mutable CondVar changed_;
-  // The last lease, also when it is lost. Null: the first is being tried for.
+  // The newest lease, also after it is lost. Null: the member has never been attached.
   std::shared_ptr<MemberLease> lease_ ABSL_GUARDED_BY(mutex_);
   mutable absl::Status ended_ ABSL_GUARDED_BY(mutex_);  // why the member does not attach again
 

@@ -4,8 +4,8 @@
 //
 // Invariants
 //   - A bucket lists a tensor at most once, and only after its bytes were copied: a caller who is
-//    interrupted in between leaves a gap, never an entry without bytes.
-//  - Entries lie within the bucket, at multiples of kAlignment, and do not overlap.
+//     interrupted in between leaves a gap, never an entry without bytes.
+//   - Entries lie within the bucket, at multiples of kAlignment, and do not overlap.
 //
 // Not thread-safe: packers that share known tensors are used by one thread at a time (Python's hold
 // the interpreter lock).
@@ -64,8 +64,7 @@ class TensorTable {
 
 class Packer {
  public:
-  static constexpr int64_t kAlignment =
-      64;  // vector loads of those who read a slot want 16 or more
+  static constexpr int64_t kAlignment = 64;  // vector loads of a slot's readers want 16 or more
 
   explicit Packer(std::shared_ptr<TensorTable> known) : known_(std::move(known)) {}
   ~Packer();

@@ -162,22 +162,28 @@ std::function<void(absl::Status)> DoneOf(refit_done done, void* argument) {
   };
 }
 
-// Gives the bucket what the packer packed; its bytes too, unless they are in a slot.
-absl::Status AddPacked(const client::Packer& packer, client::Bucket* bucket) {
+// What the packer packed, in `slot`, which is emptied; null: with the bytes themselves.
+absl::StatusOr<client::Bucket> PackedBucket(const client::Packer& packer, refit_slot* slot) {
+  client::Bucket bucket;
+  if (slot != nullptr) bucket.slot = std::move(slot->slot);
+  if (slot != nullptr && bucket.slot == nullptr) {
+    return Error(absl::StatusCode::kFailedPrecondition, "slot was pushed before");
+  }
   if (packer.room() >= 0) {
     return Error(absl::StatusCode::kFailedPrecondition, "the packer's bucket was not ended");
   }
-  if (bucket->slot == nullptr) bucket->bytes.push_back(packer.bytes());
+  bucket.packed = true;
+  if (slot == nullptr) bucket.bytes.push_back(packer.bytes());
   bool whole = true;
   for (const client::Packer::Entry& entry : packer.entries()) {
-    bucket->ranges.push_back(
-        {static_cast<uint32_t>(bucket->tensors.size()), entry.start, entry.count});
-    bucket->tensors.push_back(entry.tensor->spec);
-    bucket->byte_offsets.push_back(entry.offset);
+    bucket.ranges.push_back(
+        {static_cast<uint32_t>(bucket.tensors.size()), entry.start, entry.count});
+    bucket.tensors.push_back(entry.tensor->spec);
+    bucket.byte_offsets.push_back(entry.offset);
     whole = whole && entry.count == entry.tensor->elements;
   }
-  if (whole) bucket->ranges.clear();
-  return absl::OkStatus();
+  if (whole) bucket.ranges.clear();
+  return bucket;
 }
 
 absl::Status CheckNumber(const refit_packer* packer, int64_t number) {
@@ -952,12 +958,11 @@ void refit_packer_end(refit_packer* packer) {
   if (packer != nullptr) packer->packer->End();
 }
 
-refit_status refit_packer_push(const refit_packer* packer, refit_update* update,
-                               const refit_bucket* bucket, refit_done done, void* argument) {
+refit_status refit_packer_push(const refit_packer* packer, refit_update* update, refit_slot* slot,
+                               refit_done done, void* argument) {
   return Guarded({{packer, "packer"}, {update, "update"}}, [&]() -> absl::Status {
-    REFITD_ASSIGN_OR_RETURN(client::Bucket wanted, BucketOf(bucket));
-    REFITD_RETURN_IF_ERROR(AddPacked(*packer->packer, &wanted));
-    update->update->PushAsync(std::move(wanted), DoneOf(done, argument));
+    REFITD_ASSIGN_OR_RETURN(client::Bucket packed, PackedBucket(*packer->packer, slot));
+    update->update->PushAsync(std::move(packed), DoneOf(done, argument));
     return absl::OkStatus();
   });
 }

@@ -40,14 +40,13 @@ refit_status refit_packer_add(refit_packer* packer, int64_t number, int64_t star
                               int64_t byte_offset);
 /* Ends the bucket: nothing is put into it any more. */
 void refit_packer_end(refit_packer* packer);
-/* Pushes the bucket that was ended last as refit_update_push_async() does. `bucket` is packed and
- * has all but the tensors and their offsets, which are the packer's: in a slot whose memory the
- * packer's bucket was begun in, or without a source, if the bytes of that memory are to travel
- * inside the call. It blocks as that function does, so call it without the interpreter lock; until
- * it returns only the pusher may use the packer. REFIT_FAILED_PRECONDITION: the packer's bucket was
- * not ended. */
-refit_status refit_packer_push(const refit_packer* packer, refit_update* update,
-                               const refit_bucket* bucket, refit_done done, void* argument);
+/* Pushes the bucket that was ended last as refit_update_push_async() does. `slot`: the slot in
+ * whose memory the packer's bucket was begun, which the push empties, whatever its status; NULL:
+ * the bytes of that memory travel inside the call. It blocks as that function does, so call it
+ * without the interpreter lock; until it returns only the pusher may use the packer.
+ * REFIT_FAILED_PRECONDITION: the packer's bucket was not ended, or the slot was pushed before. */
+refit_status refit_packer_push(const refit_packer* packer, refit_update* update, refit_slot* slot,
+                               refit_done done, void* argument);
 
 /* ---- tensors as Python objects ---- */
 

@@ -661,10 +661,10 @@ class TrainerImpl final : public Member<Trainer, Core> {
   absl::StatusOr<std::shared_ptr<Core>> AttachedFor(Version version, TimePoint deadline);
 
   // A call that begins an update to `version`. If the lease ends during the call and the trainer
-  // attaches again, the call is made again with the new lease. But if the daemon had taken the call
-  // up, and the group has not begun a new incarnation since, `ended` is asked first how the call
-  // ended; if it can't tell, a trainer of several ranks gets ABORTED, since the other ranks begin
-  // anew. `make` sets `*untaken` if the daemon never took the call up (Core::Call).
+  // attaches again, the call is made again. There is one exception: the daemon had taken the call
+  // up (`make` did not set `*untaken`), and the group has the same incarnation. Then `ended`, if
+  // set, is asked for the result first. If there is none, a trainer of several ranks gets ABORTED,
+  // because the other ranks' update was aborted and they begin anew.
   template <typename Answer>
   struct BeginningCall {
     Version version;

@@ -169,7 +169,7 @@ class Trainer : public SharesMemory {
   static absl::StatusOr<std::unique_ptr<Trainer>> Attach(const TrainerOptions& options);
   // Opens or joins the update; OK when every engine rank is ready. Errors: as
   // refitd.v1.Trainer.Begin; ALREADY_EXISTS: this rank has already begun the update, and the Update
-  // object of that call lives (it goes on undisturbed).
+  // that Begin returned still exists; the update goes on undisturbed.
   virtual absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) = 0;
   // Registers the shards of this rank for Refit, in place of those registered before. Their regions
   // come from this trainer and must stay until the next Register. A layout without pieces registers

@@ -39,7 +39,8 @@ constexpr int64_t kMaxUnreadBytes = 64 << 10;
 
 TimePoint Now() { return std::chrono::steady_clock::now(); }
 
-// No page of another site gets an answer as its script, its style or its picture.
+// Sent with every answer, so that browsers don't use it as a script, style sheet or image in
+// another site's page.
 constexpr std::string_view kEveryAnswer =
     "X-Content-Type-Options: nosniff\r\nCross-Origin-Resource-Policy: same-origin\r\n"
     "Connection: close\r\n";

@@ -31,8 +31,7 @@ namespace refitd {
 
 // The states of updates that are kept: enough for a hundred updates, of at most seven states each.
 inline constexpr size_t kMaxKeptChanges = 700;
-// A kept change has at most so many instances that the update left out, and so many source
-// instances.
+// The most left-out instances that a kept change lists, and the most source instances.
 inline constexpr size_t kMaxKeptInstances = 16;
 // The bytes of all kept changes as events, the newest first; older ones are left out.
 inline constexpr size_t kMaxChangesBytes = 4 << 20;

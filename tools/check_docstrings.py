@@ -2,8 +2,8 @@
 """Checks the docstrings of the Python package's public names: those in __all__ of its __init__.py, and all of its public modules.
 
 Each public class, function and method has a docstring, which begins with a sentence. Sections are Google's (Args, Returns, Yields, Raises,
-Attributes). A function with three parameters or more has Args, and its Args name the parameters, all of them, in their order; those that are as of
-another function may share an entry ("group: As of refitd.Engine, with `instance`, `rank`."). Raises names exceptions.
+Attributes). A function with three parameters or more has Args, and its Args name the parameters, all of them, in their order; those that are as in
+another function may share an entry ("group: As in refitd.Engine, with `instance`, `rank`."). Raises names exceptions.
 usage: tools/check_docstrings.py PACKAGE_FOLDER
 """
 
@@ -86,7 +86,7 @@ def problems_of(node, of):
     named = []
     for entry, told in entries:
         named.append(entry)
-        named += re.findall(r"`(\w+)`", told) if told.startswith("As of") else []
+        named += re.findall(r"`(\w+)`", told) if told.startswith("As in") else []
     for name in named:
         if name not in parameters:
             yield f"{called}: Args names {name}, which is no parameter"

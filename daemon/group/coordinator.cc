@@ -94,7 +94,9 @@ struct Coordinator::Impl {
     ask(Surroundings(&steps));
     Perform(std::move(steps));
   }
-  // Steps of an update that has ended meanwhile are left out.
+  // Carries out the steps in order. A step may end the update that asked for them; then the steps
+  // after it are left out, except lines of the log, and WireBroken, since the communicator outlives
+  // the update.
   void Perform(Steps steps);
   void Do(SendCommand& step) { Send(step.node, std::move(step.command)); }
   void Do(GroupEvent& step);
@@ -217,11 +219,7 @@ void Coordinator::Impl::Handle(MachineEvent& event) {
 }
 
 void Coordinator::Impl::On(GroupEvent& event) {
-  if (const auto* done = std::get_if<TransferDone>(&event)) {
-    return worker.Handle(*done, now, Out());
-  } else if (const auto* verified = std::get_if<VerifyDone>(&event)) {
-    return worker.Handle(*verified, now, Out());
-  } else if (const auto* lost = std::get_if<MemberLost>(&event)) {
+  if (const auto* lost = std::get_if<MemberLost>(&event)) {
     layouts.Erase(lost->member);
   } else if (const auto* layout = std::get_if<LayoutRegistered>(&event)) {
     LayoutRegistered with_digest = *layout;
@@ -564,12 +562,12 @@ coordinator::Around Coordinator::Impl::Surroundings(Steps* steps) {
 }
 
 void Coordinator::Impl::Perform(Steps steps) {
-  const auto id = [this] {
+  const auto running = [this] {
     return update.has_value() ? std::optional(update->record().id) : std::nullopt;
   };
-  const std::optional<UpdateId> of = id();
+  const std::optional<UpdateId> asker = running();
   for (coordinator::Step& step : steps) {
-    const bool over = of.has_value() && id() != of;
+    const bool over = asker.has_value() && running() != asker;
     if (over && !std::holds_alternative<LogLine>(step) &&
         !std::holds_alternative<coordinator::WireBroken>(step)) {
       continue;

@@ -157,7 +157,7 @@ class Fixture {
     const PeerHeader header = Sent<PeerHeader>().at(0);
     const StartTransfer pack = Local<StartTransfer>().at(0);
     CHECK(pack.content->bucket == bucket.bucket);  // no list of tensors was copied on the way
-    Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
+    Do(PeerEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
     ReportAll(PeerHeaderAck{update_, header.part, header.digest, ""});
   }
   // The group gets the wire, so that pushed parts cross it.
@@ -1219,7 +1219,7 @@ TEST_CASE("buckets that come while a part waits to be sent again go after it") {
   CHECK_FALSE(told[1].again);
   const StartTransfer pack = f.Local<StartTransfer>().at(0);
   CHECK(pack.part == PartSeq(1));
-  f.Do(GroupEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
+  f.Do(PeerEvent(TransferDone{pack.update, pack.part, absl::OkStatus(), {}, -1, {42}}));
   f.Acknowledge();
   CHECK(f.Issued(kFourth) == std::vector{PartSeq(0), PartSeq(1)});
   CHECK(f.Issued(kNode) == std::vector{PartSeq(1)});
@@ -1386,7 +1386,7 @@ TEST_CASE("a bucket that waits for the data plane when the last other daemon die
   REQUIRE(f.Local<StartTransfer>().size() == 1);
   const StartTransfer copy = f.Local<StartTransfer>()[0];
   CHECK_FALSE(copy.wired);
-  f.Do(GroupEvent(TransferDone{copy.update, copy.part, absl::OkStatus(), {100}}));
+  f.Do(PeerEvent(TransferDone{copy.update, copy.part, absl::OkStatus(), {100}}));
   REQUIRE(f.Local<Reply>().size() == 1);
   CHECK(f.Local<Reply>()[0].status == absl::OkStatus());
 }

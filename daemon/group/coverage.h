@@ -53,8 +53,9 @@ class UpdateCoverage {
   absl::Status Take(const CheckedBucket& bucket, int64_t most, Taken* taken);
   void TakeBack(Taken* taken);
 
-  // Whether every element of every tensor that came, or that an instance still in the update knows,
-  // came once. `tensor_count`: of all trainer ranks; 0: none named it.
+  // OK: every tensor that an instance still in the update wants was pushed or is moved by the
+  // program, and every element of each pushed tensor came exactly once. `tensor_count`: how many
+  // tensors all trainer ranks bring together; 0: no rank named it.
   absl::Status CheckAll(int64_t tensor_count) const;
   // Whether a part has elements of a tensor that is one memory with another.
   bool AnyTied(const PartContent& content) const;

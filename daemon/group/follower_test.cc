@@ -330,7 +330,7 @@ TEST_CASE(
   CHECK_FALSE(start.fill_slot.has_value());
   CHECK_FALSE(start.wired);
   CHECK(f.Sent<TransferDone>().empty());
-  f.Do(GroupEvent(TransferDone{start.update, start.part, absl::OkStatus(), {}, -1, {42}}));
+  f.Do(PeerEvent(TransferDone{start.update, start.part, absl::OkStatus(), {}, -1, {42}}));
   REQUIRE(f.Sent<TransferDone>().size() == 1);
   CHECK(f.Sent<TransferDone>()[0].status.ok());
 
@@ -620,7 +620,7 @@ struct CutPart : Fixture {
     Command(header);
   }
   void EndTransfer(const StartTransfer& start) {
-    Do(GroupEvent(TransferDone{start.update, start.part, absl::OkStatus(), {100}, -1, {42}}));
+    Do(PeerEvent(TransferDone{start.update, start.part, absl::OkStatus(), {100}, -1, {42}}));
   }
 
   static constexpr MemberId kTrainer{9};

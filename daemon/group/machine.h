@@ -83,10 +83,12 @@ struct WireWaits {
 };
 struct WireWanted {};
 
+// Those from CommunicatorOpened on are for the daemon's worker. The group gets a TransferDone or
+// VerifyDone of its own, which the coordinator makes when every daemon's share has ended.
 using PeerEvent =
     std::variant<NodeJoined, NodeLost, ReportReceived, LinkUp, LinkLost, CommandReceived, SlotsMade,
                  CommunicatorOpened, CommunicatorUp, WireDone, WireGranted, WireWaits, WireWanted,
-                 ProgramBuilt, MovesDone>;
+                 ProgramBuilt, MovesDone, TransferDone, VerifyDone>;
 using MachineEvent = std::variant<GroupEvent, PeerEvent>;
 
 // ---- actions beside those of Group ----

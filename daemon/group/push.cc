@@ -104,7 +104,9 @@ void UpdatePush::NoteLacksSlots(const std::string& label) {
   if (lacks_slots_.empty()) lacks_slots_ = label;
 }
 
-// Slots serve only an update within one daemon: bytes between daemons cross the data plane.
+// Buckets are broadcast through slots only within one daemon; the wire brings their bytes to other
+// daemons. If the update is of several daemons, or a rank lacks slots, kAuto does without them, and
+// a method that needs slots is refused.
 absl::Status UpdatePush::DecideBroadcast() {
   through_slots_ = false;
   const BroadcastMethod method = broadcast_.value_or(BroadcastMethod::kDirect);

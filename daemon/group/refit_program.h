@@ -62,7 +62,8 @@ struct PlannedRefit {
   std::vector<std::shared_ptr<const Layout>> compared_layouts;
   // The in-place ranks, each with the number of its layout, for which the program ran last.
   std::vector<std::pair<MemberId, uint64_t>> destination_bindings;
-  // Where the share of the replicas begins that the next version compares (NextFraction).
+  // The cursor of NextFraction for the next version: the replicas that it compares begin with this
+  // hash.
   uint64_t next_hash = 0;
 };
 

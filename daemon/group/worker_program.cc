@@ -301,8 +301,9 @@ void worker::Job::Resume(const StartRefit& command) {
   result = std::move(next);
 }
 
-// A run after the first goes on from a round, or begins anew. Then the executor gets another id of
-// the update, so that the digests that it keeps for the read-back are those of this run alone (P1).
+// A run after the first goes on from a round (`resume`) or begins anew. If it begins anew, the
+// update gets a new local id, so that the executor's digests for the read-back are those of this
+// run alone (P1).
 void Worker::BeginRun(Update* update, const StartRefit& command) {
   Job& job = *update->job;
   if (job.run.has_value()) {

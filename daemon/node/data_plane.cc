@@ -123,7 +123,7 @@ void DataPlane::Start(GroupRecord* group, const StartTransfer& start, absl::Stat
     }
   }
   if (!status.ok()) {
-    lock.Post(name, TransferDone{start.update, start.part, status, {}, -1, {}});
+    lock.Post(name, PeerEvent(TransferDone{start.update, start.part, status, {}, -1, {}}));
   }
 }
 
@@ -135,22 +135,22 @@ void DataPlane::EndTransfer(const std::string& group, const Executor::Done& done
     for (const int64_t written : done.bytes_written) bytes += written;
     CountBytes(group, MoveKind::kCopy, bytes);
   }
-  lock.Handle(group, static_cast<const TransferDone&>(done));
+  lock.Handle(group, PeerEvent(static_cast<const TransferDone&>(done)));
 }
 
 void DataPlane::Start(GroupRecord* group, const StartVerify& verify, StateLock& lock) {
   const std::string name = group->name();
   if (!executor_.AnyWritten(verify.update)) {
     // A refit had nothing to move, so no thread is woken.
-    lock.Post(name, VerifyDone{verify.update, absl::OkStatus(), {}});
+    lock.Post(name, PeerEvent(VerifyDone{verify.update, absl::OkStatus(), {}}));
     return;
   }
   const auto done = [this, name](const VerifyDone& d) {
     StateLock lock(&mutex_, StateLock::Order::kAhead);
-    lock.Handle(name, d);
+    lock.Handle(name, PeerEvent(d));
   };
   const absl::Status status = executor_.Start(verify, MemoryOf(*group), done);
-  if (!status.ok()) lock.Post(name, VerifyDone{verify.update, status, {}});
+  if (!status.ok()) lock.Post(name, PeerEvent(VerifyDone{verify.update, status, {}}));
 }
 
 absl::Status DataPlane::Digest(const GroupRecord& group, MemberId member,

@@ -97,7 +97,8 @@ absl::StatusOr<Operators::DrainedGroups> Operators::Drain(const std::string& gro
   for (const auto& [name, record] : state_.groups.all()) {
     const std::string& coordinator =
         record->follower != nullptr ? record->join.address : record->named;
-    // An address leads nowhere else later, so that the members would come back.
+    // Only a name can be pointed at another daemon. Members that name a numeric address would come
+    // back to this daemon.
     const bool named = !coordinator.empty() && !IsNumericHost(HostOfAddress(coordinator));
     if (name == group && !named) {
       return Error(absl::StatusCode::kFailedPrecondition,

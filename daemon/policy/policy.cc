@@ -264,17 +264,21 @@ absl::StatusOr<std::shared_ptr<const Policy>> Policy::Make(const PolicySettings&
 const PolicyRule* Policy::Find(const Principal& caller, Role role, std::string_view group,
                                std::string_view owner) const {
   const std::string identity = caller.identity();
+  // A rule with `owner` names who may own the group. An identity that holds the group against such
+  // a rule counts as no owner.
   const bool named = NamesOwner(group);
   const bool is_named = named && NamesOwner(group, identity);
-  // Whoever holds a group against a rule does not own it.
   const bool counts = !owner.empty() && (!named || NamesOwner(group, owner));
   const bool owns = counts && owner == identity;
   const bool of_another = (counts && !owns) || (named && !is_named);
   for (const PolicyRule& rule : rules_) {
     if (!MatchesGroup(rule.group, group) || !MatchesPrincipal(rule.who, caller)) continue;
+    // Where a rule names the owner, an implied rule (allowed_uids, allowed_gids, listen.insecure)
+    // makes no other identity a trainer.
     const bool any_owner = rule.any_owner && !(named && rule.implied);
     const bool trainer = HasRole(rule, Role::kTrainer) && (any_owner || !of_another);
     if (role == Role::kTrainer ? trainer : HasRole(rule, role)) return &rule;
+    // The identity that owns the group and may be its trainer may act in every role but peer.
     if (owns && trainer && role != Role::kPeer) return &rule;
   }
   return nullptr;

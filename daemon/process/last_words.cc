@@ -30,7 +30,8 @@ const char* WhatOf(const std::exception_ptr& thrown) {
   }
 }
 
-// A signal that has its default action ends the process, whatever it hangs in.
+// Has SIGALRM end the process after kLastWordsSeconds, in case writing the last words hangs: a
+// signal with its default action needs no thread to handle it.
 void EndSoon() {
   signal(SIGALRM, SIG_DFL);
   sigset_t set;

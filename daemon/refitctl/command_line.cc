@@ -106,8 +106,8 @@ void ForEachCommand(const CLI::App& app, const std::function<void(const CLI::App
   for (const CLI::App* command : CommandsOf(app)) ForEachCommand(*command, visit);
 }
 
-// The function finds the command that the line names so far, then offers its commands and options;
-// the shell itself completes names of files.
+// Returns a bash function that finds the command typed so far and offers its commands and options.
+// Bash itself completes names of files.
 std::string BashCompletion(const CLI::App& app) {
   std::string paths;
   std::string words;

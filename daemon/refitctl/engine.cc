@@ -33,7 +33,8 @@ void RequestStop(int) { stop_requested = 1; }
 struct EngineCommandOptions {
   std::string group;
   std::string checkpoint;  // may hold {version}
-  // Folder whose names and shapes are held; empty: that of version 1 of `checkpoint`.
+  // Folder of the checkpoint whose names and shapes the engine registers; empty: version 1 of
+  // `checkpoint`.
   std::string table;
   std::string instance;
   int rank = 0;

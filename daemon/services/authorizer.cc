@@ -92,7 +92,7 @@ absl::Status Authorizer::Check(const Peer& peer, const RequestContext& request_c
   const std::shared_ptr<const Policy> policy = options_.policies->Current();
   const Principal caller = PrincipalOf(peer);
   switch (entry.scope) {
-    case RpcScope::kLease:  // Leases::Authenticate compares the lease's identity
+    case RpcScope::kLease:  // Authenticate (daemon/node/life.h) compares the lease's identity
       return CheckKnown(*policy, caller);
     case RpcScope::kKnown:
       return policy->CheckKnown(caller);

@@ -2,7 +2,7 @@
 
 #include "daemon/checks/bucket.h"
 #include "daemon/node/life.h"
-#include "daemon/services/hello.h"
+#include "daemon/services/member_requests.h"
 #include "daemon/services/member_service.h"
 #include "daemon/services/services.h"
 #include "refitd/v1/engine.grpc.pb.h"

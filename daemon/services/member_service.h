@@ -13,7 +13,7 @@
 #include "daemon/node/member_calls.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/services/common.h"
-#include "daemon/services/trainer_events.h"
+#include "daemon/services/member_requests.h"
 #include "proto/convert.h"
 
 namespace refitd {

@@ -2,11 +2,10 @@
 
 #include "daemon/link/trainer_messages.h"
 #include "daemon/services/common.h"
-#include "daemon/services/hello.h"
+#include "daemon/services/member_requests.h"
 #include "daemon/services/member_service.h"
 #include "daemon/services/services.h"
 #include "daemon/services/status.h"
-#include "daemon/services/trainer_events.h"
 #include "proto/convert.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 

@@ -11,10 +11,9 @@
 #include "daemon/checks/bucket.h"
 #include "daemon/link/trainer_messages.h"
 #include "daemon/process/version.h"
-#include "daemon/services/hello.h"
 #include "daemon/services/member_events.h"
+#include "daemon/services/member_requests.h"
 #include "daemon/services/status.h"
-#include "daemon/services/trainer_events.h"
 #include "proto/protocol.h"
 #include "transport/base/failure.h"
 

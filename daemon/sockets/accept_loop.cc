@@ -18,8 +18,8 @@ namespace refitd {
 namespace {
 
 constexpr int kMaxAcceptsPerWakeup = 64;  // after these, other events have their turn
-// After so many that were kept out, others wait a moment: who connects again and again without an
-// end would take a processor's time.
+// After this many connections of kept-out sources the loop pauses: a client that reconnects without
+// end would otherwise keep a processor busy.
 constexpr int kKeptOutPerWakeup = 16;
 
 // The inode of an open socket; 0: `fd` is no open socket.

@@ -10,7 +10,7 @@ PAGE = "docs/changing.md"
 TREE = os.path.dirname(os.path.dirname(os.path.realpath(PAGE)))
 DECISIONS = os.path.join(TREE, "docs", "decisions.md")
 ARCHITECTURE = os.path.join(TREE, "docs", "architecture.md")
-MOST_FILES_OF_A_PUSH = 20  # that a reader opens to follow a push on one daemon
+MOST_FILES_OF_A_PUSH = 28  # that a reader opens to follow a push from Python's Update.push on, on one daemon
 MOST_WORDS_OF_A_RECORD = 250  # a record has reasons and decisive figures; evidence belongs to docs/performance.md
 TOP = "client|daemon|deploy|docs|proto|tests|third_party|tools|transport"
 
@@ -119,8 +119,7 @@ class RoadTest(unittest.TestCase):
         self.assertEqual(missing, [])
 
     def test_a_push_on_one_daemon_crosses_few_files(self):
-        crossed = {path for _, path, _ in self.rows} | {"daemon/group/requests.cc"}  # the answer
-        self.assertLessEqual(len(crossed), MOST_FILES_OF_A_PUSH)
+        self.assertLessEqual(len({path for _, path, _ in self.rows}), MOST_FILES_OF_A_PUSH)
 
     def test_every_path_exists(self):
         paths = paths_of(self.road)

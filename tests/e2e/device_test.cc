@@ -31,7 +31,7 @@
 #include "daemon/node/member_attach.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/node/peer_server.h"
-#include "daemon/services/hello.h"
+#include "daemon/services/member_requests.h"
 #include "daemon/services/peer_service.h"
 #include "daemon/services/services.h"
 #include "daemon/services/status.h"

@@ -22,7 +22,7 @@
 #include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
 #include "daemon/process/log.h"
-#include "daemon/services/hello.h"
+#include "daemon/services/member_requests.h"
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
 #include "daemon/test_util.h"

@@ -212,7 +212,7 @@ void World::On(int d, int g, const StartTransfer& a) {
     const Machine* m = Find(d, g, nonce);
     if (m == nullptr) return;
     m->executor->Finished(ended);
-    Feed(d, g, GroupEvent(static_cast<const TransferDone&>(ended)));
+    Feed(d, g, PeerEvent(static_cast<const TransferDone&>(ended)));
   };
   BeginWork(work, Find(d, g)->executor->Start(a, memory, done));
 }
@@ -277,7 +277,7 @@ void World::On(int d, int g, const StartVerify& a) {
     });
   }
   const auto done = [this, d, g, nonce = work->nonce](VerifyDone ended) {
-    FeedTo(d, g, nonce, GroupEvent(std::move(ended)));
+    FeedTo(d, g, nonce, PeerEvent(std::move(ended)));
   };
   BeginWork(work, Find(d, g)->executor->Start(a, Memory(this, d, g), done));
 }

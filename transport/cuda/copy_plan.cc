@@ -248,6 +248,7 @@ class Cutter {
     }
   }
 
+  // Cuts loop `cut` into parts, and adds a task for each. `cost`: of one step of that loop (Whole).
   template <typename Add>
   void CutLoop(CopyTask task, size_t cut, int64_t cost, const Add& add) const {
     const Loop& loop = strip_.loops[cut];

@@ -96,7 +96,7 @@ class RegionIndex {
 
 // ---- legacy IPC ----
 
-// One open of a handle, with one device current.
+// An IPC handle that was opened in one device's context, and its address there.
 struct Opened {
   CUcontext context = nullptr;
   CUdeviceptr address = 0;

@@ -194,8 +194,8 @@ class CopyTask : public WorkTask {
         source_sums_(transfer_.want_source_digests ? transfer_.source.size() : 0) {}
 
  private:
-  // Computes the digests of boxes of one chunk, which it finds by the source's own metadata. It
-  // reads each box once.
+  // The digests of boxes of one block, each computed once. It finds the bytes by the source piece's
+  // own box and strides, independently of the moves (P1).
   class SourcePass {
    public:
     explicit SourcePass(const BoundPiece& source) : source_(source) {}

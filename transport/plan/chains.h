@@ -59,9 +59,9 @@ struct RelayShape {
   bool operator==(const RelayShape&) const = default;
 };
 
-// The rounds of a plan with chains. A node that is the h-th of a chain (from 0) receives what the
-// source sends in round r in round r + h * lag. A stream along a chain of n nodes has
-// `rounds - (n - 1) * lag` rounds for its bytes, so that every chain may end in the last round.
+// The rounds of a plan with chains. What the source sends in round r reaches the h-th node of a
+// chain (from 0) in round r + h * lag. So that a chain of n nodes ends by the last round, its
+// source sends only in the first `rounds - (n - 1) * lag` rounds.
 struct RelayRounds {
   int64_t rounds = 0;
   int64_t filling = 0;   // of them: until the last node of a usual chain receives the first bytes

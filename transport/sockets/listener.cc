@@ -92,7 +92,7 @@ WireListener::~WireListener() {
 
 uint64_t WireListener::Add(Expected expected) {
   MutexLock lock(&mutex_);
-  const uint64_t number = next_door_++;
+  const uint64_t number = next_number_++;
   expected_.emplace(number, std::move(expected));
   return number;
 }

@@ -108,8 +108,9 @@ class WireListener {
   bool paused_ = false;                          // the process has no descriptor left
 
   Mutex mutex_;
-  uint64_t next_door_ ABSL_GUARDED_BY(mutex_) = 1;
-  // A communicator that was closed may be here beside one that was opened with its id.
+  uint64_t next_number_ ABSL_GUARDED_BY(mutex_) = 1;
+  // By the number that Add returned, not by communicator id: a closed communicator and a new one
+  // with the same id may both be in the map.
   std::map<uint64_t, Expected> expected_ ABSL_GUARDED_BY(mutex_);
 
   std::thread thread_;  // last: it uses the other members

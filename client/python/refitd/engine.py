@@ -188,7 +188,8 @@ class Joiner:
         self._begun: dict[str, tuple[View, dict[int, int]]] = {}  # the whole view, and counts by start
 
     def add(self, part: Part) -> Iterator[View]:
-        """Yields the whole tensors that the part brings or completes, in its order. All of the part is read at the end.
+        """Yields the whole tensors of the part, and those that it completes, in the part's order. The part has been read only when the
+        iterator is exhausted: acknowledge it then.
 
         Raises InvalidArgument where parts overlap or disagree.
         """
@@ -361,7 +362,7 @@ class Engine(Member):
                 (refitd.empty, refitd.adopt) or on the GPU `device`.
             buffers: Of a module: whether persistent buffers are taken, or patterns of those that are.
             leave_out: Patterns of names that are not taken.
-            tied: As of Trainer.register.
+            tied: As in Trainer.register.
 
         Raises:
             InvalidArgument: The layout is wrong in itself; the error names the tensor. Nothing has changed then.

@@ -346,14 +346,12 @@ class Update:
         if not self._packer.count:
             slot.close()
             return
-        bucket = native.sized(native.refit_bucket, packed=1)
         try:
             if slot.handle is None:
-                self._push_bucket(bucket)
+                self._push_bucket(None)
             else:
-                with slot.handle as held:
-                    bucket.slot = held
-                    self._push_bucket(bucket)
+                with slot.handle as leased:
+                    self._push_bucket(leased)
         except BaseException:
             self._window.leave()  # the arguments were refused, and nothing was pushed
             raise
@@ -361,11 +359,11 @@ class Update:
             if slot.handle is not None:
                 slot.handle.close()
 
-    def _push_bucket(self, bucket: native.refit_bucket) -> None:
+    def _push_bucket(self, slot: int | None) -> None:
         push = native.library().refit_packer_push
         done = ctypes.cast(_answered, ctypes.c_void_p)
         with self._handle as update:
-            check(push(self._packer.pointer, update, byref(bucket), done, self._window.key), self._label)
+            check(push(self._packer.pointer, update, slot, done, self._window.key), self._label)
 
     def flush(self) -> None:
         """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""
@@ -382,7 +380,7 @@ class Update:
     def commit(self, tensor_count: int | None = None) -> UpdateResult:
         """Pushes the rest and commits: all instances listed as committed hold the version when it returns.
 
-        `tensor_count`: as of Trainer.update, for a caller that learns it only by pushing.
+        `tensor_count`: as in Trainer.update, for a caller that learns it only by pushing.
 
         Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
         push it and commit again) or other than `tensor_count` tensors came, and errors of earlier pushes.
@@ -832,7 +830,7 @@ class Trainer(Member):
         """Begins an update to `version`, or joins it; returns when every engine has stopped reading its weights. Every rank calls it.
 
         Args:
-            version: As of refit, with `verification` and `evict_late`.
+            version: As in refit, with `verification` and `evict_late`.
             duration_seconds: Of the whole update, waiting for engines included; None: the daemon's default.
             tensor_count: Tensors of all ranks together; engines with loader delivery and no manifest need the count, here or from
                 Update.commit.

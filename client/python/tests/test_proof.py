@@ -277,6 +277,13 @@ class Perturbation(unittest.TestCase):
         self.assertEqual(len(found), 6)
         self.assertEqual(proof.digest(tensor), proof.digest(tensor.t().contiguous().t()))
 
+    def test_a_word_and_its_complement_have_different_digests(self):
+        for word in (0, 1, 1 << 40, -(1 << 62), 0x0123456789ABCDEF):
+            tensor = torch.tensor([7, word, 7], dtype=torch.int64)
+            self.assertNotEqual(proof.digest(tensor), proof.digest(tensor ^ torch.tensor([0, -1, 0])), word)
+        zeros = torch.zeros(64, dtype=torch.uint8)
+        self.assertNotEqual(proof.digest(zeros), proof.digest(~zeros))
+
 
 class Deliveries(unittest.TestCase):
     def both(self, model, load, names=None):

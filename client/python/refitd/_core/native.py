@@ -171,13 +171,6 @@ class refit_begin_options(ctypes.Structure):
     )  # fmt: skip
 
 
-class refit_bucket(ctypes.Structure):
-    _fields_ = _fields(
-        struct_size=c_size_t, tensors=c_void_p, tensor_count=c_int64, packed=c_int32, chunk_count=c_int32, byte_offsets=c_void_p,
-        region=c_void_p, region_offsets=c_void_p, slot=c_void_p, chunks=c_void_p, chunk_bytes=c_void_p,
-    )  # fmt: skip
-
-
 class refit_commit_result(ctypes.Structure):
     _fields_ = _fields(
         struct_size=c_size_t, version=c_int64, bytes=c_int64, seconds=c_double, instances=c_int32, committed=c_int32, pushed_bytes=c_int64 * 5,
@@ -230,7 +223,7 @@ class refit_python(ctypes.Structure):
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    refit_tensor, refit_group_spec, refit_connect_options, refit_piece, refit_trainer_options, refit_begin_options, refit_bucket,
+    refit_tensor, refit_group_spec, refit_connect_options, refit_piece, refit_trainer_options, refit_begin_options,
     refit_commit_result, refit_refit_options, refit_engine_options, refit_view, refit_event, refit_suspect, refit_failure, refit_python,
 )  # fmt: skip
 
@@ -266,7 +259,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_slot_bytes": (c_int64, (c_void_p,)),
     "refit_slot_free": (None, (c_void_p,)),
     # `done` is c_void_p, to which refit_done objects are cast.
-    "refit_packer_push": (_STATUS, (c_void_p, c_void_p, POINTER(refit_bucket), c_void_p, c_void_p)),
+    "refit_packer_push": (_STATUS, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "refit_update_flush": (_STATUS, (c_void_p,)),
     "refit_update_commit": (_STATUS, (c_void_p, c_int64, POINTER(refit_commit_result))),
     "refit_update_left_out": (_STATUS, (c_void_p, c_int32, POINTER(c_char_p))),
@@ -508,7 +501,8 @@ class Handle:
             self._freed.release()
 
     def __del__(self) -> None:
-        # There is nothing to free where __init__ failed. Nothing refers to this handle any more, so no call uses it, whatever was counted.
+        # If __init__ failed, there is nothing to free. Nothing refers to this handle any more, so no call uses it, even if an interrupted
+        # `with` left _users above 0.
         if hasattr(self, "_freed") and self._generation == _generation:
             self._closed = True
             self._free_now()
@@ -519,7 +513,7 @@ _open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 def made_by(function: str, *arguments: Any, free: str, what: str, context: str = "") -> Handle:
     """The handle that a C function makes, whose last argument says where to put it. `free`: the function that frees it; `what`: its name in
-    errors; `context`: as of check()."""
+    errors; `context`: as in check()."""
     out = c_void_p()
     check(getattr(library(), function)(*arguments, ctypes.byref(out)), context)
     assert out.value is not None

@@ -78,10 +78,10 @@ class Settings:
         group: The group of refitd.
         begin_seconds: How long a rollout worker waits for the trainer to begin.
         update_seconds: Of one sync, from its begin.
-        verification: As of Trainer.update.
+        verification: As in Trainer.update.
         dtype: The dtype to which floating-point tensors are cast before they are sent ("bfloat16"); None: as the trainer yields them.
         exceptions: Other dtypes, by pattern of names; "" leaves the tensor as it is.
-        socket: As of refitd.Trainer and refitd.Engine, with `device`, and `connect` and `spec`, which may be mappings of their fields.
+        socket: As in refitd.Trainer and refitd.Engine, with `device`, and `connect` and `spec`, which may be mappings of their fields.
     """
 
     group: str = ""
@@ -105,7 +105,7 @@ class Settings:
         return replace(made, socket=None, connect=connect, spec=made_of(GroupSpec, made.spec, f"{where}.spec"))
 
     def sender(self, where: str, who: str) -> Sender:
-        """The trainer ranks' end. `who`: as of Sender."""
+        """The trainer ranks' end. `who`: as in Sender."""
         casts = Casts(where, self.dtype, self.exceptions)
         return Sender(who, casts, update_seconds=self.update_seconds, verification=self.verification)
 
@@ -229,7 +229,7 @@ class Sender:
         """Installs the tensors as `version` in all of the `instances`. Every rank calls it, with the same tensors in one order.
 
         A failure is raised on every rank: InvalidArgument where a rank's tensors differ from those of rank 0, naming the tensor, where
-        there are none or a name comes twice; FailedPrecondition where engines are missing; UpdateAborted and DeadlineExceeded as of
+        there are none or a name comes twice; FailedPrecondition where engines are missing; UpdateAborted and DeadlineExceeded as in
         Trainer.update. Where `weights` itself fails, the update is given up, and the other ranks fail at the latest in their time.
         """
         rank = trainer.rank

@@ -264,7 +264,7 @@ class AdapterLoop(EngineLoop):
         Args:
             model: The model that PEFT made.
             adapter: Its adapter's name.
-            group: As of refitd.EngineLoop, with all further arguments.
+            group: As in refitd.EngineLoop, with all further arguments.
 
         Raises:
             Error: As refitd.EngineLoop and adapters() do.

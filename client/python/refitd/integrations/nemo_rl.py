@@ -51,7 +51,7 @@ class Transport(CheckpointEngine):
         """Attaches nothing yet. The options are equal on all workers, because NeMo-RL makes all workers from one configuration.
 
         `bucket_size`: given by NeMo-RL, not used: tensors are packed into the daemon's slots. `release_after_refit`: detach after each
-        sync; NeMo-RL calls finalize() then. `in_place`, `sharded`: see the module. `options`: as of refitd.integrations.Settings.
+        sync; NeMo-RL calls finalize() then. `in_place`, `sharded`: see the module. `options`: as in refitd.integrations.Settings.
 
         Raises InvalidArgument that names the option.
         """
@@ -114,7 +114,7 @@ class Transport(CheckpointEngine):
         order. The tensors' bytes are read before the next tensor is taken from `weights`. With `sharded`, `weights` only says which
         model's shards to install.
 
-        A failure is raised on every worker, as of refitd.integrations.Sender.send: Unimplemented too where the model's shards can't be had, and
+        A failure is raised on every worker, as in refitd.integrations.Sender.send: Unimplemented too where the model's shards can't be had, and
         UpdateAborted where a rollout worker was lost on the way.
         """
         if self._place is None:

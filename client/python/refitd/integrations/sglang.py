@@ -361,7 +361,7 @@ class AdapterFollower:
         self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
     ) -> None:
         """`adapter`: a folder that PEFT's save_pretrained wrote; its tensors' names, dtypes and shapes are read, and its configuration.
-        `name`: the adapter's in SGLang. `group`, `instance`, `socket`, `connect`: as of refitd.Engine. Waits for daemon and group.
+        `name`: the adapter's in SGLang. `group`, `instance`, `socket`, `connect`: as in refitd.Engine. Waits for daemon and group.
 
         Raises InvalidArgument and Unimplemented, naming the tensor, for what SGLang does not load from tensors, and what attaching raises.
         """
@@ -425,7 +425,7 @@ class AdapterFollower:
         self._loaded = version
 
     def _scaled(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration with the scaling that came: SGLang computes lora_alpha / r, the same for all layers."""
+        """The configuration with the lora_alpha that yields the trainer's scaling: SGLang computes lora_alpha / r, one value for all layers."""
         values = {name: float(tensor) for name, tensor in self._scalings.items()}
         first = next(iter(values.values()))
         other = next((name for name, value in values.items() if value != first), None)
@@ -811,7 +811,7 @@ class Backend:
             return self._probe(rooms).run()
 
     def _load(self, delivery: Delivery, tensors: Iterable[tuple[str, Any]]) -> list[str]:
-        """Puts all of a checkpoint's tensors there as SGLang's own weight updates do; raises FailedPrecondition where that can't be."""
+        """Loads a checkpoint's tensors into the model as SGLang's own weight updates do. Raises FailedPrecondition where it can't be loaded anew."""
         wanted = {name: layer for name, layer in self.model.named_modules() if getattr(layer, "quant_method", None) is not None}
         reload(self.model, tensors, wanted)
         self._derive(delivery)

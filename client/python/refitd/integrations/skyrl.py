@@ -81,7 +81,7 @@ def install(
 
     `sharded`: move shards as they are, for FSDP2 models. `first_version`: of the first sync; each further sync has the next. None: the
     version after the group's, also after a restart of training. `update_seconds`: the longest that a rank waits for the others,
-    and then for the engines. `spec`, `device`, `socket`, `connect`: as of refitd.Trainer; `spec.min_instances` is the number of engines,
+    and then for the engines. `spec`, `device`, `socket`, `connect`: as in refitd.Trainer; `spec.min_instances` is the number of engines,
     whatever it says.
     """
     global _settings

@@ -83,10 +83,10 @@ class Updater:
         Args:
             args: The framework's.
             group: The group's name.
-            table: As of refitd.integrations.megatron.shards; None: table_of the configuration of `args.hf_checkpoint`.
-            dtype: As of Trainer.register.
+            table: As in refitd.integrations.megatron.shards; None: table_of the configuration of `args.hf_checkpoint`.
+            dtype: As in Trainer.register.
             update_seconds: The longest that a rank waits for the others, and then for the engines.
-            spec: As of refitd.Trainer, with `device`, `socket`, `connect`; `spec.min_instances` is the number of engines, whatever it says.
+            spec: As in refitd.Trainer, with `device`, `socket`, `connect`; `spec.min_instances` is the number of engines, whatever it says.
 
         Raises:
             Unimplemented: The framework's options colocate engines or offload training.

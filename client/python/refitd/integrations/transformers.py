@@ -57,9 +57,9 @@ class RefitCallback(transformers.TrainerCallback):
         """`group`: of refitd. `every`: optimizer steps from a refit to the next.
 
         `at_begin`: refit the weights with which training begins, so that engines may have started with none. `dtype`, `exceptions`:
-        as of Trainer.register. `shards`: what to register of the model, in place of checkpoint_tensors(model). `tolerate`: so many
+        as in Trainer.register. `shards`: what to register of the model, in place of checkpoint_tensors(model). `tolerate`: so many
         updates in a row may end as UpdateAborted with the engines' old weights whole; each is a warning, and the next step's refit
-        brings the newer weights. `spec`, `on_older`, `device`, `socket`, `connect`: as of refitd.Trainer; rank and world size are those
+        brings the newer weights. `spec`, `on_older`, `device`, `socket`, `connect`: as in refitd.Trainer; rank and world size are those
         of the training.
 
         Raises InvalidArgument. Errors of refits are raised by train().

@@ -62,7 +62,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Attaches nothing yet. The options are equal on all workers, because verl makes all workers from one configuration.
 
         `bucket_size`, `is_master`: given by verl, not used: tensors are packed into the daemon's slots. `in_place`: vLLM's own processes
-        take the weights. `options`: as of refitd.integrations.Settings.
+        take the weights. `options`: as in refitd.integrations.Settings.
 
         Raises InvalidArgument that names the option.
         """
@@ -150,7 +150,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         """Installs the tensors as the next version in every engine. Every trainer rank calls it, with the same tensors in one order.
 
         The version is `global_steps` where that is greater than the group's version, else the number after the group's. Returns
-        metrics for verl. The tensors' bytes are read before the next tensor is taken from `weights`. A failure is raised on every rank, as of
+        metrics for verl. The tensors' bytes are read before the next tensor is taken from `weights`. A failure is raised on every rank, as in
         refitd.integrations.Sender.send, before verl resumes generation.
         """
         place, trainer = self._place, self._trainer

@@ -535,6 +535,8 @@ def _mode_class() -> Any:
             self._written: dict[Any, tuple[tuple[int, str], ...]] = {}
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            """Follows one operation. A copy into an ordinary tensor becomes boxes; reshapes, views and copies keep the elements; any other
+            operation on a lazy tensor computes, and its result becomes no box."""
             kwargs = kwargs or {}
             lazies = _find(args, lazy)
             if kwargs:
@@ -548,12 +550,14 @@ def _mode_class() -> Any:
                 for destination, source in zip(args[0], args[1]):
                     self._run.copy(destination, source)
                 return None
+            # Before views: most reshapes are views as well, but keep the order of the elements.
             if func in reshapes:
                 return self._reshaped(func, lazies[0], args)
             if func.is_view and len(lazies) == 1:
                 return self._view(func, lazies[0], args, kwargs)
             if func in same_elements:
                 return self._copied(func, lazies[0], args, kwargs)
+            # A lazy tensor has no memory that could be pinned.
             if func is aten.is_pinned.default:
                 return False
             return self._computed(func, lazies, args, kwargs)

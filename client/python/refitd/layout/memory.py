@@ -217,7 +217,7 @@ class DeviceMemory:
     """`nbytes` bytes from `pointer` on the device with `device_uuid`; `device_index` is this process's number of it.
 
     `owner` keeps the memory allocated. `pointer_now`, if given, tells where the bytes are at each refit: memory that moved is
-    bound anew, after `check_moved`, as of HostMemory.
+    bound anew, after `check_moved`, as in HostMemory.
     """
 
     device_uuid: str
@@ -315,7 +315,7 @@ class Region(mmap.mmap):
 
         Args:
             shape: In elements.
-            dtype: As of refitd.empty.
+            dtype: As in refitd.empty.
             byte_offset: Of the first element in the region.
         """
         import numpy
@@ -327,7 +327,7 @@ class Region(mmap.mmap):
         """A torch tensor over the region, on the CPU, contiguous.
 
         Args:
-            shape: As of Region.array, with `dtype` and `byte_offset`.
+            shape: As in Region.array, with `dtype` and `byte_offset`.
         """
         import torch
 

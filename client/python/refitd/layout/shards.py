@@ -127,7 +127,7 @@ def collect(
 
     `x`: an nn.Module, a mapping of names to tensors (plain ones are whole tensors, DTensors what their placements say, either may
     be in an Added), or an iterable of `Shard`.
-    `dtype`, `exceptions`, `buffers`, `leave_out`, `any_cast`, `tied`, `staging`, `staging_bytes`: as of Trainer.register.
+    `dtype`, `exceptions`, `buffers`, `leave_out`, `any_cast`, `tied`, `staging`, `staging_bytes`: as in Trainer.register.
     `rank`: for errors. `world_size`: of the trainer; with 1, a tensor that is not covered whole is an error. With more, plain
     tensors of a mapping count as replicated on all ranks where casts are pushed.
     `device`: that all tensors must be on, as torch.device takes it; None: that of the first.
@@ -580,13 +580,15 @@ class _Collector:
         self.layout = Layout()
         self.casts: list[Cast] = []
         self.demands: dict[str, Demand] = {}
+        # By id() of the object, since several shards may name one addition.
         self._additions: dict[int, Addition] = {}
         self._rules = rules
         self._tied = tied
         self._rank = rank
         self._device = None if device is None else str(device)
-        # By name: index in the layout and how the tensor is stored; boxes of it.
+        # By name: the index in layout.tensors, and the dtype in which the rank stores the tensor.
         self._tensors: dict[str, tuple[int, str]] = {}
+        # By name: offset and extent of each box so far.
         self._boxes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         # By pointer, dtype, extent, offset, strides and addition: the name that has boxes there.
         self._memory: dict[tuple[Any, ...], str] = {}
@@ -959,6 +961,7 @@ class _Room:
         return self._on_device(device, label)
 
     def _on_device(self, device: Any, label: str) -> HostMemory | DeviceMemory:
+        """Memory on the device for the cast shards. Each refit asks `refresh` for its address first, and `refresh` casts the shards."""
         import torch
 
         room = torch.empty(self.nbytes, dtype=torch.uint8, device=device)

@@ -29,8 +29,8 @@ ARENA_BYTES = 8 << 30
 class Settings:
     """How an engine attaches, and what it does on an update. Each field's variable is REFITD_ and the field's name in capitals.
 
-    `group`, `instance`, `socket`, `coordinator`: as of refitd.Engine. All ranks of an engine have one `instance`.
-    `trainer_identity`: whose weights the engine takes, as of refitd.Engine; None: any owner's.
+    `group`, `instance`, `socket`, `coordinator`: as in refitd.Engine. All ranks of an engine have one `instance`.
+    `trainer_identity`: whose weights the engine takes, as in refitd.Engine; None: any owner's.
     `manifest`: a folder with safetensors files, one such file, or a JSON file {name: {"dtype", "shape"}}: the checkpoint's tensors
     as trainers have them; None: those of the model that vLLM was started with.
     `pause`: what happens to requests in flight: "keep" freezes them and goes on after the update, "wait" lets them end first, "abort"

@@ -580,7 +580,7 @@ DELIVERIES = "delivery by the engine's own loader"
 
 @dataclass
 class Steps:
-    """What is known of the engine. `inside`: as of decide(). `try_out`: refuses a delivery whose arena does not reach every parameter, before the
+    """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose arena does not reach every parameter, before the
     first version is committed. `process`: brings what the arena has into the modules. `load`: puts tensors there by the engine's own loader;
     returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it is not."""
 

@@ -116,7 +116,7 @@ class Driver:
     # ---- what is asked ----
 
     def ready(self, max_behind: int | None = None) -> bool:
-        """Whether the engine may get requests; as of Lifecycle.ready. Does not wait."""
+        """Whether the engine may get requests; as in Lifecycle.ready. Does not wait."""
         return self.machine.ready(max_behind)
 
     @property
@@ -299,7 +299,8 @@ class Driver:
         return []
 
     def _attach(self, dirty: bool) -> None:
-        """Attaches the driver's rank first: it waits for the group here, where nobody else waits."""
+        """Attaches the driver's rank, then has the workers attach theirs. The driver's rank comes first: its Attach waits until the group
+        exists, and that wait blocks no worker."""
         settings, machine = self.settings, self.machine
         held: dict[str, Any] = {}
         if not dirty and machine.version is not None:

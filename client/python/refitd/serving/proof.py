@@ -33,16 +33,16 @@ from ..layout.memory import mark_written, torch_dtype
 
 # How many tokens a probe has at least; more where this many would not reach all experts.
 TOKENS = 64
-# For so many parameters at most, more than their own layer is run.
+# The most parameters for which more than their own layer is run.
 MAX_WIDER_RUNS = 256
 # These masks change the bits of floating-point elements, two neighbours in turn: 0 becomes 0.5 and 0.625 (E4M3: 0.5 and 0.75),
 # numbers of common size become tiny. Applied twice, it changes nothing.
 _FLIPS = {1: (0x30, 0x34), 2: (0x3F00, 0x3F20), 4: (0x3F000000, 0x3F200000), 8: (0x3FE0000000000000, 0x3FE4000000000000)}
-# Names of modules that choose experts; the module beside them that has the experts.
+# Names of modules that choose experts, and of the module beside them that has the experts.
 _ROUTERS, _EXPERTS = ("gate", "router"), "experts"
-# So many versions' logits are kept in a folder.
+# The number of versions whose logits are kept in a folder.
 KEPT_LOGITS = 4
-# Digests are computed over so many words at a time.
+# The number of words that digest() takes at a time.
 _WORDS = 1 << 24
 
 
@@ -121,7 +121,8 @@ def tokens_for(model: Any) -> int:
 
 
 def digest(tensor: Any) -> int:
-    """A sum over the tensor's bytes that any swap or change of elements alters, modulo 2^64."""
+    """A checksum of the tensor's bytes and of their order, modulo 2^64. Another value in one word (8 bytes) alters it; different tensors
+    may have the same."""
     import torch
 
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -136,7 +137,9 @@ def digest(tensor: Any) -> int:
             part = words[at : at + _WORDS]
             weights = torch.arange(start + at, start + at + part.numel(), device=part.device, dtype=torch.int64)
             weights = (weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
-            total += int((((part ^ (part >> 29)) + 1) * weights).sum().item())
+            # The mask drops copies of the sign bit, with which a word and its complement would count the same.
+            mixed = part ^ ((part >> 29) & ((1 << 35) - 1))
+            total += int(((mixed + 1) * weights).sum().item())
     return (total + int(flat.numel())) % (1 << 64)
 
 
@@ -720,7 +723,7 @@ def _flip(parts: Iterable[Any]) -> None:
 
 
 def compare_logits(folder: str, key: str, run: Callable[[], Any]) -> None:
-    """Compares logits with those that the first engine with this `key` left in `folder`, or leaves them there. `run`: as of Probe. Raises
+    """Compares logits with those that the first engine with this `key` left in `folder`, or leaves them there. `run`: as in Probe. Raises
     DataLoss where they differ by more than they do from run to run."""
     import torch
 

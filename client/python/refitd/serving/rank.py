@@ -100,7 +100,8 @@ class Rank:
             trainer_identity=settings.trainer_identity,
             device="host" if self._device.type == "cpu" else None,
             dirty=dirty,
-            # An arena is not the model's weights, sleep releases them, and events are taken only when an update is on.
+            # No catch-ups. A source instance's registered memory is read at any time, but an arena does not hold the model's weights,
+            # and sleep frees them. A late instance gets Prepare at any time, but this rank takes events only during an update.
             catch_up=False,
             connect=settings.connect(self._client),
             **held,
@@ -273,7 +274,7 @@ class EngineLoop:
 
         Args:
             model: The module.
-            group: As of refitd.Engine, with `instance`, `rank`, `world_size`, `trainer_identity`, `socket` and `connect`.
+            group: As in refitd.Engine, with `instance`, `rank`, `world_size`, `trainer_identity`, `socket` and `connect`.
             names: By the checkpoint's names, the tensors to fill, of any shape and dtype that trainers send; None: the module's state
                 dict, whose CPU tensors move into memory that the daemon can map (refitd.adopt).
             clean: Whether the model's weights may be used before the first version.
@@ -281,7 +282,7 @@ class EngineLoop:
                 transformers is known. With one, the forward is proved to read what is registered, before this returns
                 (refitd.serving.proof): a parameter that it does not read is refused by name.
             proof: "report" tells in `EngineLoop.proof` what is unproved, "require" refuses it, "off" runs nothing.
-            device: Where the weights are, as of refitd.Engine; None: where the model's tensors are.
+            device: Where the weights are, as in refitd.Engine; None: where the model's tensors are.
 
         Raises:
             Error: What refitd.Engine and Engine.register raise, naming the tensor.

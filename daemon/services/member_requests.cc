@@ -1,4 +1,4 @@
-#include "daemon/services/hello.h"
+#include "daemon/services/member_requests.h"
 
 #include <fmt/format.h>
 
@@ -8,8 +8,10 @@
 #include <utility>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/checks/bucket_message.h"
 #include "daemon/checks/fields.h"
 #include "daemon/link/hello.h"
+#include "daemon/link/trainer_messages.h"
 #include "proto/convert.h"
 #include "proto/delivery.h"
 #include "proto/protocol.h"
@@ -152,6 +154,20 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
                           identity.catch_up && NeedsLayout(identity.delivery);
   arrival.identity = std::move(identity);
   return arrival;
+}
+
+Caller CallerOf(const v1::Lease& lease, const Peer& peer) {
+  return {peer, lease.token(), lease.incarnation(), lease.protocol()};
+}
+
+absl::StatusOr<ReceivedPush> PushOf(const v1::PushBucketRequest& request) {
+  REFITD_RETURN_IF_ERROR(CheckRequestId(request.request_id()));
+  ReceivedPush push;
+  push.event.request_id = request.request_id();
+  push.event.version = Version(request.version());
+  push.event.update = UpdateId(request.update_id());
+  REFITD_ASSIGN_OR_RETURN(push.received, ReadBucket(request.bucket()));
+  return push;
 }
 
 }  // namespace refitd
