@@ -61,6 +61,11 @@ void Group::Impl::PumpUpdate() {
   if (update != nullptr) AssembleIfAllHere();
   if (update != nullptr) OpenDataIfReady();
   if (update != nullptr) {
+    // While engines get ready, so that their pause is shorter. Refit has promised the bytes.
+    if (update->state == UpdateState::kPreparing && update->program.exists() && !CatchUpRuns() &&
+        update->push.all_in_one_call()) {
+      update->program.CompareIfDue();
+    }
     if (update->state == UpdateState::kData || update->state == UpdateState::kSettling) {
       update->push.SendParts();
       if (update->data_plane_up) update->push.StartParts();

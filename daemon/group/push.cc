@@ -74,6 +74,11 @@ bool UpdatePush::all_committed() const {
                      [](const auto& t) { return t.second.committed; });
 }
 
+bool UpdatePush::all_in_one_call() const {
+  return std::all_of(trainers_.begin(), trainers_.end(),
+                     [](const auto& t) { return t.second.one_call; });
+}
+
 bool UpdatePush::AreOn(NodeId node) const {
   return std::any_of(trainers_.begin(), trainers_.end(), [this, node](const auto& t) {
     const Member* member = members_.Find(t.second.member);

@@ -103,8 +103,7 @@ absl::StatusOr<bool> group::FindProgram(const Membership& members, RefitCompiler
   sources.catch_up = update->catch_up.has_value();
   if (update->catch_up.has_value()) sources.members = update->catch_up->sources;
   if (sources.members.empty()) {
-    if (std::all_of(update->push.trainers().begin(), update->push.trainers().end(),
-                    [](const auto& trainer) { return trainer.second.one_call; })) {
+    if (update->push.all_in_one_call()) {
       return Precondition("no trainer rank has a piece in its layout: nothing can be refitted");
     }
     return true;

@@ -50,20 +50,23 @@ void UpdateProgram::TouchSources(int by) {
   for (const MemberId source : update_.use->sources) members_.Touch(source, by);
 }
 
-// The program runs after every part, so that collectives have one order (P7). Before it runs, ranks
-// that hold the same elements are compared: all such boxes on the first version after a
-// registration, a share of them on each later version.
-void UpdateProgram::RunIfDue(PartSeq last, bool data_plane_up) {
-  if (phase_ == Phase::kNone) {
-    if (const std::optional<ReplicaFraction> part = PartToCompare(); !part.has_value()) {
-      phase_ = Phase::kCompared;
-    } else {
-      phase_ = Phase::kComparing;
-      TouchSources(1);
-      out_.Do(StartCompare{update_.id, *part});
-      out_.Changed();
-    }
+// Before the program runs, ranks that hold the same elements are compared: all such boxes on the
+// first version after a registration, a share of them on each later version.
+void UpdateProgram::CompareIfDue() {
+  if (phase_ != Phase::kNone) return;
+  if (const std::optional<ReplicaFraction> part = PartToCompare(); !part.has_value()) {
+    phase_ = Phase::kCompared;
+  } else {
+    phase_ = Phase::kComparing;
+    TouchSources(1);
+    out_.Do(StartCompare{update_.id, *part});
+    out_.Changed();
   }
+}
+
+// The program runs after every part, so that collectives have one order (P7).
+void UpdateProgram::RunIfDue(PartSeq last, bool data_plane_up) {
+  CompareIfDue();
   if (phase_ != Phase::kCompared || !data_plane_up || !TakeSlots()) return;
   destinations_ = participants_.Destinations();
   for (const uint32_t d : destinations_) {

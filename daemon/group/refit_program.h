@@ -99,8 +99,10 @@ class UpdateProgram {
     if (exists()) compiled_->covers = participants_.shared_catalog();
   }
 
-  // Every trainer rank has committed and every part has started: compares what has to be compared,
-  // and then runs the program, after `last`, in the order of collectives.
+  // Compares what has to be compared, once. The sources hold the version already and keep it.
+  void CompareIfDue();
+  // Every trainer rank has committed and every part has started: compares, and then runs the
+  // program, after `last`, in the order of collectives.
   void RunIfDue(PartSeq last, bool data_plane_up);
   bool comparing() const { return phase_ == Phase::kComparing; }
   bool running() const { return phase_ == Phase::kRunning; }

@@ -271,9 +271,8 @@ class CudaPrepared : public PreparedTransfer {
   explicit CudaPrepared(Transfer of) : transfer(std::move(of)) {}
 
   absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine, Verification verification) const {
-    MutexLock lock(&mutex_);  // held, so that other runs wait for the plan
-    std::shared_ptr<Planned>& kept = planned_[static_cast<size_t>(verification)];
-    if (kept != nullptr) return kept;
+    MutexLock lock(&planning_);  // held, so that other runs wait for the plan
+    if (std::shared_ptr<Planned> kept = Kept(verification); kept != nullptr) return kept;
     auto planned = std::make_shared<Planned>();
     Addresses addresses(engine, planned.get());
     CopyPlanOptions options;
@@ -282,13 +281,20 @@ class CudaPrepared : public PreparedTransfer {
     if (!plan.ok()) return plan.status();
     planned->plan = *std::move(plan);
     planned->MakeParts();
-    kept = std::move(planned);
-    return kept;
+    MutexLock made(&mutex_);
+    planned_[static_cast<size_t>(verification)] = planned;
+    return planned;
+  }
+  // The plan; null: it was not made yet.
+  std::shared_ptr<Planned> Kept(Verification verification) const {
+    MutexLock lock(&mutex_);
+    return planned_[static_cast<size_t>(verification)];
   }
 
   const Transfer transfer;
 
  private:
+  mutable Mutex planning_ ABSL_ACQUIRED_BEFORE(mutex_);
   mutable Mutex mutex_;
   mutable std::array<std::shared_ptr<Planned>, 4> planned_ ABSL_GUARDED_BY(mutex_);
 };
@@ -316,11 +322,10 @@ class Run : public std::enable_shared_from_this<Run> {
  public:
   Run(std::shared_ptr<Engine> engine, std::shared_ptr<Planned> planned, std::string label,
       bool with_sums)
-      : engine_(std::move(engine)), planned_(std::move(planned)), label_(std::move(label)) {
-    if (!with_sums) return;
-    sums_.stored.resize(planned_->plan.sums.size());
-    sums_.source.resize(static_cast<size_t>(planned_->plan.task_sums()));
-  }
+      : engine_(std::move(engine)),
+        planned_(std::move(planned)),
+        label_(std::move(label)),
+        with_sums_(with_sums) {}
   virtual ~Run() = default;
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
@@ -340,6 +345,7 @@ class Run : public std::enable_shared_from_this<Run> {
   // The source passes of a readback take the place of the stored sums (copy_plan.h).
   void Add(const DeviceTasks& tasks, bool readback, const unsigned long long* results) {
     MutexLock lock(&mutex_);
+    MakeSums();
     const auto add = [&results](const SumRange& range, std::vector<uint64_t>* sums) {
       for (uint32_t i = 0; i < range.count; ++i) (*sums)[range.first + i] += *results++;
     };
@@ -376,11 +382,19 @@ class Run : public std::enable_shared_from_this<Run> {
     FinishOnce(status, /*ended=*/true);
   }
 
+  // Runs may be made under the caller's mutex, so that the sums are made later.
+  void MakeSums() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (!with_sums_ || !sums_.source.empty()) return;
+    sums_.stored.resize(planned_->plan.sums.size());
+    sums_.source.resize(static_cast<size_t>(planned_->plan.task_sums()));
+  }
+
   void FinishOnce(const absl::Status& status, bool ended) {
     if (finished_.exchange(true)) return;
     Sums sums;
     if (status.ok()) {
       MutexLock lock(&mutex_);
+      MakeSums();
       sums = std::move(sums_);
     }
     if (status.ok() || label_.empty()) {
@@ -393,14 +407,14 @@ class Run : public std::enable_shared_from_this<Run> {
   const std::shared_ptr<Engine> engine_;
   const std::shared_ptr<Planned> planned_;
   const std::string label_;
+  const bool with_sums_;
   bool readback_begun_ = false;  // phases follow one another
   std::atomic<bool> failed_ = false;
   std::atomic<bool> finished_ = false;
   Mutex mutex_;
   size_t jobs_left_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
-  // Sizes are constant while jobs run; the numbers are guarded by mutex_.
-  Sums sums_;
+  Sums sums_ ABSL_GUARDED_BY(mutex_);
 };
 
 // A run's part on one device.
@@ -695,15 +709,21 @@ class CudaReadback : public PreparedReadback {
         host(std::move(host)) {}
 
   absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine) const {
-    MutexLock lock(&mutex_);  // held, so that other runs wait for the plan
-    if (planned_ != nullptr) return planned_;
+    MutexLock lock(&planning_);  // held, so that other runs wait for the plan
+    if (std::shared_ptr<Planned> kept = Kept(); kept != nullptr) return kept;
     auto planned = std::make_shared<Planned>();
     Addresses addresses(engine, planned.get());
     absl::StatusOr<CudaCopyPlan> plan = PlanReadback(job, &addresses);
     if (!plan.ok()) return plan.status();
     planned->plan = *std::move(plan);
     planned->MakeParts();
-    planned_ = std::move(planned);
+    MutexLock made(&mutex_);
+    planned_ = planned;
+    return planned;
+  }
+  // The plan; null: it was not made yet.
+  std::shared_ptr<Planned> Kept() const {
+    MutexLock lock(&mutex_);
     return planned_;
   }
 
@@ -722,6 +742,7 @@ class CudaReadback : public PreparedReadback {
   const std::shared_ptr<const PreparedReadback> host;
 
  private:
+  mutable Mutex planning_ ABSL_ACQUIRED_BEFORE(mutex_);
   mutable Mutex mutex_;
   mutable std::shared_ptr<Planned> planned_ ABSL_GUARDED_BY(mutex_);
 };
@@ -1176,15 +1197,27 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
            std::all_of(transfer.destinations.begin(), transfer.destinations.end(), all);
   }
 
+  // A kept plan needs no other thread. Work of a plan without parts would end on this thread, where
+  // the caller may not expect `done`.
+  static bool CanStart(const std::shared_ptr<Planned>& planned) {
+    return planned != nullptr && !planned->parts.empty();
+  }
+
   void Start(TransferCall call) {
+    if (auto planned = call.prepared->Kept(call.verification); CanStart(planned)) {
+      return std::make_shared<TransferRun>(engine_, std::move(planned), std::move(call))->Start();
+    }
     engine_->planner()->Submit(std::make_shared<TransferJob>(engine_, std::move(call)));
   }
 
   void Start(std::shared_ptr<const CudaReadback> readback, std::vector<uint64_t> expected,
              std::function<void(ReadbackResult)> done) {
-    engine_->planner()->Submit(std::make_shared<ReadbackPlanJob>(
-        engine_, ReadbackCall{std::make_shared<Activity>(engine_), std::move(readback),
-                              std::move(expected), std::move(done)}));
+    ReadbackCall call{std::make_shared<Activity>(engine_), std::move(readback), std::move(expected),
+                      std::move(done)};
+    if (auto planned = call.readback->Kept(); CanStart(planned)) {
+      return std::make_shared<ReadbackRun>(engine_, std::move(planned), std::move(call))->Start();
+    }
+    engine_->planner()->Submit(std::make_shared<ReadbackPlanJob>(engine_, std::move(call)));
   }
 
   const std::shared_ptr<Engine> engine_;
