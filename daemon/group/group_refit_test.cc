@@ -611,11 +611,42 @@ TEST_CASE("a binding's first version asks the daemons, whether or not there are 
   CHECK(asked(5) == 0);
 }
 
+TEST_CASE("replicas are compared while engines get ready, once no rank can change them") {
+  Pair p;
+  SECTION("all ranks called Refit alone") {
+    const CallId call = p.g.Refit(p.trainer, 1);
+    p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
+    CHECK(p.g.comparing.has_value());
+    const bool first = GENERATE(false, true);  // the comparison ends before the engine is ready
+    if (first) p.g.FinishCompare();
+    CHECK_FALSE(p.g.refitting.has_value());
+    p.g.ReadyAll();
+    if (!first) {
+      CHECK_FALSE(p.g.refitting.has_value());
+      p.g.FinishCompare();
+    }
+    CHECK(p.g.compares == 1);
+    CHECK(p.g.refitting.has_value());
+    p.g.FinishRefit();
+    p.g.FinishVerify();
+    CHECK(p.g.Code(call) == StatusCode::kOk);
+  }
+  SECTION("a rank called Begin, and may write until it calls Refit") {
+    p.g.Begin(p.trainer, 1);
+    p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
+    CHECK_FALSE(p.g.comparing.has_value());
+    p.g.ReadyAll();
+    CHECK_FALSE(p.g.comparing.has_value());
+    p.g.Refit(p.trainer, 1);
+    CHECK(p.g.comparing.has_value());
+  }
+}
+
 TEST_CASE("replicas that differ abort before a byte is written") {
   Pair p;
   const CallId call = p.g.Refit(p.trainer, 1);
   p.g.FinishCompile(absl::OkStatus(), /*replicas=*/true);
-  p.g.ReadyAll();
+  if (GENERATE(false, true)) p.g.ReadyAll();
   SECTION("the tensor and the ranks are named") {
     p.g.FinishCompare(absl::DataLossError("tensor 'a': trainer ranks 0 and 1 differ"));
     CHECK(p.g.Code(call) == StatusCode::kAborted);

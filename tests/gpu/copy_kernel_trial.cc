@@ -148,8 +148,8 @@ class Gpu {
       for (size_t k = 0; k < launches.size(); ++k) {
         if (counts[k] == 0) continue;
         void* arguments[] = {&launches[k]};
-        TRIAL_CALL(cuLaunchKernel, kernels_[k], static_cast<unsigned>(blocks), 1, 1, kCopyThreads,
-                   1, 1, 0, stream, arguments, nullptr);
+        TRIAL_CALL(cuLaunchKernel, kernels_[k], static_cast<unsigned>(blocks), 1, 1,
+                   static_cast<unsigned>(kCopyThreads[k]), 1, 1, 0, stream, arguments, nullptr);
       }
     });
   }

@@ -12,7 +12,7 @@ namespace refitd {
 
 // Does what launches of the kernels with `threads` threads per block do, in order; the tasks may be
 // for any kernel (for one kernel if they are cut into shares). Sums are added atomically.
-void RunTasks(const CopyLaunch& launch, uint32_t threads = kCopyThreads);
+void RunTasks(const CopyLaunch& launch, uint32_t threads = 512);
 
 }  // namespace refitd
 

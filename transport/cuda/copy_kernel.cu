@@ -6,15 +6,17 @@
 namespace refitd {
 namespace {
 
-constexpr uint32_t kWarps = kCopyThreads / 32;
+template <CopyKernel kKernel>
+constexpr uint32_t kThreads = kCopyThreads[static_cast<size_t>(kKernel)];
+constexpr uint32_t kMostWarps = 512 / 32;
 constexpr uint32_t kTaskWords = sizeof(CopyTask) / sizeof(uint64_t);
 
 // A block's copy of a task. A block has two of these, for the current task and the next, and uses
 // them in turns. Tasks are aligned as CopyTask says, on which the compiler relies.
 struct alignas(alignof(CopyTask)) Turn {
   uint64_t task[kTaskWords];
-  uint64_t stored[kWarps];
-  uint64_t source[kWarps];
+  uint64_t stored[kMostWarps];
+  uint64_t source[kMostWarps];
   uint32_t number;
 };
 
@@ -25,6 +27,7 @@ __device__ __forceinline__ uint64_t WarpSum(uint64_t x) {
 }
 
 // Adds up the sums of all warps; run by the first warp.
+template <uint32_t kWarps>
 __device__ __forceinline__ void AddSum(unsigned long long* sums, uint32_t sum,
                                        const uint64_t* warps) {
   const uint64_t digest = WarpSum(threadIdx.x < kWarps ? warps[threadIdx.x] : 0);
@@ -42,11 +45,11 @@ __device__ __forceinline__ void FetchTask(const CopyLaunch& launch, uint32_t num
 template <CopyKernel kKernel>
 __device__ __forceinline__ copy_code::TaskSums Run(const CopyTask& task, const uint32_t* table) {
   if constexpr (kKernel == CopyKernel::kApart) {
-    return copy_code::RunApart(task, table, threadIdx.x, kCopyThreads);
+    return copy_code::RunApart(task, table, threadIdx.x, kThreads<kKernel>);
   } else if constexpr (kKernel == CopyKernel::kRead) {
-    return copy_code::RunRead(task, table, threadIdx.x, kCopyThreads);
+    return copy_code::RunRead(task, table, threadIdx.x, kThreads<kKernel>);
   } else {
-    return copy_code::RunRuns(task, table, threadIdx.x, kCopyThreads);
+    return copy_code::RunRuns(task, table, threadIdx.x, kThreads<kKernel>);
   }
 }
 template <CopyKernel kKernel>
@@ -88,8 +91,8 @@ __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
     // No second barrier is needed here: the next turn writes to the other Turn, and this one is
     // written again only after the next turn's barrier.
     if (thread < 32) {
-      if (stored) AddSum(launch.stored_sums, task.sum, turn.stored);
-      if (source) AddSum(launch.source_sums, task.proof_sum, turn.source);
+      if (stored) AddSum<kThreads<kKernel> / 32>(launch.stored_sums, task.sum, turn.stored);
+      if (source) AddSum<kThreads<kKernel> / 32>(launch.source_sums, task.proof_sum, turn.source);
     }
     // The next turn's fetch overwrites the memory from which this turn's sums were read.
     __syncwarp();
@@ -128,7 +131,7 @@ __device__ __forceinline__ void RunPlainTasks(const CopyLaunch& launch) {
     uint32_t after = 0;
     if (thread == 0) after = atomicAdd(launch.next_task, 1);
     fetch(next, &other);
-    copy_code::RunPlain(*reinterpret_cast<const CopyTask*>(turn.task), thread, kCopyThreads);
+    copy_code::RunPlain(*reinterpret_cast<const CopyTask*>(turn.task), thread, kThreads<CopyKernel::kPlain>);
     __syncwarp();
     if (thread == 0) {
       turn.number = after;
@@ -141,19 +144,16 @@ __device__ __forceinline__ void RunPlainTasks(const CopyLaunch& launch) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy(CopyLaunch launch) {
-  RunTasks<CopyKernel::kRuns>(launch);
-}
+#define REFITD_KERNEL(kernel, blocks) \
+  extern "C" __global__ void __launch_bounds__(kThreads<CopyKernel::kernel>, blocks)
 
-extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy_read(CopyLaunch launch) {
-  RunTasks<CopyKernel::kRead>(launch);
-}
+REFITD_KERNEL(kRuns, 1) refitd_copy(CopyLaunch launch) { RunTasks<CopyKernel::kRuns>(launch); }
 
-extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy_plain(CopyLaunch launch) {
-  RunPlainTasks(launch);
-}
+REFITD_KERNEL(kRead, 2) refitd_copy_read(CopyLaunch launch) { RunTasks<CopyKernel::kRead>(launch); }
 
-extern "C" __global__ void __launch_bounds__(kCopyThreads, 1) refitd_copy_apart(CopyLaunch launch) {
+REFITD_KERNEL(kPlain, 1) refitd_copy_plain(CopyLaunch launch) { RunPlainTasks(launch); }
+
+REFITD_KERNEL(kApart, 2) refitd_copy_apart(CopyLaunch launch) {
   RunTasks<CopyKernel::kApart>(launch);
 }
 

@@ -527,9 +527,10 @@ class ShareJob : public DeviceJob {
     void* parameters[] = {&launch};
     const auto blocks = std::min(static_cast<unsigned>(std::max(most_blocks, 1)),
                                  unsigned{launch.task_count * launch.shares});
-    return REFITD_CUDA_CALL(streams.api, cuLaunchKernel,
-                            streams.kernels[static_cast<size_t>(kernel)], blocks, 1, 1,
-                            kCopyThreads, 1, 1, 0, streams.main, parameters, nullptr);
+    const auto k = static_cast<size_t>(kernel);
+    return REFITD_CUDA_CALL(streams.api, cuLaunchKernel, streams.kernels[k], blocks, 1, 1,
+                            static_cast<unsigned>(kCopyThreads[k]), 1, 1, 0, streams.main,
+                            parameters, nullptr);
   }
 
   // Makes the launch of the kernel's tasks, which begin at `first`.

@@ -43,11 +43,11 @@ namespace refitd {
 struct NcclApi;  // what FindNccl (nccl.h) loads
 
 struct CudaTransportOptions {
-  // A copy kernel has one thread block per multiprocessor. 64 blocks fill a link. A copy within a
-  // device and a read-back are bound by the device's memory, which needs all multiprocessors (more
-  // blocks than a device has multiprocessors cost nothing).
+  // A multiprocessor runs one or two thread blocks of a copy kernel. 64 blocks fill a link. A copy
+  // within a device and a read-back are bound by the device's memory, which needs all
+  // multiprocessors (blocks that find no multiprocessor cost nothing).
   int blocks = 64;
-  int local_blocks = 256;
+  int local_blocks = 512;
   // Copy engines move contiguous boxes of this size and more to other devices, except under
   // kTransfer; 0: copy engines are not used. A copy costs 1.4 us to issue, in which a link moves
   // half a MiB. Only with drivers that take batches of copies (CUDA 13).

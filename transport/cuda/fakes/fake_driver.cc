@@ -1092,8 +1092,8 @@ CUresult cuLaunchKernel(CUfunction /*function*/, unsigned grid_x, unsigned grid_
                         CUstream stream, void** parameters, void** extra) {
   Call call("cuLaunchKernel");
   if (call.failed()) return call.result;
-  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_x != 512 || block_y != 1 || block_z != 1 ||
-      shared != 0 || extra != nullptr) {
+  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || (block_x != 256 && block_x != 512) ||
+      block_y != 1 || block_z != 1 || shared != 0 || extra != nullptr) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   FakeCudaCounts& counts = call.fake->counts;
