@@ -128,7 +128,9 @@ void Group::Impl::On(const CompareDone& e) {
     GiveUp why{Message(e.status), GiveUpClass::kTransfer, FailureOf(e.status)};
     if (e.status.code() == absl::StatusCode::kDataLoss) why.kind = GiveUpClass::kVerification;
     // What is wrong with the tensors will be wrong again.
-    if (e.status.code() == absl::StatusCode::kFailedPrecondition) why.commit_code = e.status.code();
+    if (e.status.code() == absl::StatusCode::kFailedPrecondition) {
+      why.begin_code = why.commit_code = e.status.code();
+    }
     return Abandon(std::move(why));
   }
   update->program.NoteEqual();

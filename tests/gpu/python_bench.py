@@ -4,7 +4,8 @@
   PYTHONPATH=$PWD/site python3 refitd-gpu/python_bench.py [--rounds N]
 
 Trainer and engine share the first GPU. Every version has fresh random values, and every element is checked after it. Prints a
-markdown table: medians of the seconds from the call to its return, the ratio, and by how many milliseconds Python is later."""
+markdown table: medians of the seconds from the call to its return, the ratio, and by how many milliseconds Python is later.
+Then a writer on a side stream is late in 100 versions, and refit() must wait for it."""
 
 import argparse
 import os
@@ -18,6 +19,7 @@ MODELS = (
     ("8 GiB in 256 tensors", "256:33554432"),
     ("1 GiB in 18,867 tensors", "18867:57344"),
 )
+LATE_VERSIONS = 100
 
 
 def median(values):
@@ -47,9 +49,30 @@ class PythonGroup:
         expect(found["wrong"] == 0, "version %d: %d wrong tensors", version, found["wrong"])
         return answer["seconds"]
 
+    def late(self, version, streams):
+        """How many tensors are wrong after a refit that waited for these streams."""
+        self.trainer.call("late %d %s" % (version, streams))
+        self.engine.wait("committed", version=version)
+        return self.engine.call("check %d" % version)["wrong"]
+
     def kill(self):
         for rank in self.ranks:
             rank.kill()
+
+
+def late_writer():
+    daemon, group = Daemon(), None
+    try:
+        group = PythonGroup(daemon, "64:1048576")
+        for version in range(1, LATE_VERSIONS + 1):
+            wrong = group.late(version, ("all", "named")[version % 2])
+            expect(wrong == 0, "late writer, version %d: %d wrong tensors", version, wrong)
+        expect(group.late(LATE_VERSIONS + 1, "none") > 0, "the writer was not late: a refit that waited for no stream was right")
+    finally:
+        if group is not None:
+            group.kill()
+        daemon.kill()
+    print("late writer on a side stream: %d versions, all right" % LATE_VERSIONS)
 
 
 def main():
@@ -82,6 +105,7 @@ def main():
             for group in groups:
                 group.kill()
             daemon.kill()
+    late_writer()
     return 0
 
 

@@ -3,7 +3,9 @@
   python3 python_rank.py trainer|engine --socket PATH --group NAME --tensors COUNT:BYTES
 
 The model is COUNT bfloat16 tensors of BYTES bytes, on the first GPU; PYTHONPATH names the package and REFIT_LIBRARY the library.
-Commands come a line each (`fill VERSION`, `refit VERSION VERIFICATION`, `check VERSION`, `quit`), answers are JSON lines."""
+Commands come a line each (`fill VERSION`, `refit VERSION VERIFICATION`, `late VERSION all|named|none`, `check VERSION`, `quit`),
+answers are JSON lines. `late` queues a pause and then the version on a side stream, and refits at once: refit() waits for all
+streams, for that stream by name, or for none."""
 
 import argparse
 import json
@@ -15,19 +17,24 @@ import refitd
 import torch
 
 SEED = 20_000_003
+PAUSE_CYCLES = 20_000_000  # some 10 ms
 
 
 def say(event, **fields):
     print(json.dumps(dict(fields, event=event)), flush=True)
 
 
-def fill(weights, version):
-    """Random bits that depend on the version and the tensor."""
+def queue_fill(weights, version):
+    """Queues random bits that depend on the version and the tensor."""
     generator = torch.Generator(device="cuda")
     for index, tensor in enumerate(weights.values()):
         generator.manual_seed(version * SEED + index)
         bits = tensor.view(torch.int16)
         bits.random_(-(1 << 15), 1 << 15, generator=generator)
+
+
+def fill(weights, version):
+    queue_fill(weights, version)
     torch.cuda.synchronize()
 
 
@@ -62,6 +69,7 @@ def main():
     weights = {"tensor.%d" % i: torch.empty(size // 2, dtype=torch.bfloat16, device="cuda") for i in range(count)}
     fill(weights, 0)
     serving = None
+    side = torch.cuda.Stream()
     if options.role == "trainer":
         rank = refitd.Trainer(options.group, socket=options.socket)
     else:
@@ -85,6 +93,13 @@ def main():
             say("fill", ok=True)
         elif words[0] == "check":
             say("check", ok=True, wrong=wrong(weights, version))
+        elif words[0] == "late":
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(PAUSE_CYCLES)
+                queue_fill(weights, version)
+            result = rank.refit(version, streams={"all": None, "named": [side], "none": []}[words[2]])
+            torch.cuda.synchronize()
+            say("late", ok=True, committed=result.committed)
         elif words[0] == "refit":
             began = time.monotonic()
             result = rank.refit(version, verification=words[2])

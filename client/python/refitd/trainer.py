@@ -15,7 +15,7 @@ from contextlib import suppress
 from ctypes import byref
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ._core import SLICE_SECONDS, ends_soon, interruptible, native, paused
 from ._core.member import (
@@ -32,6 +32,13 @@ VERIFICATIONS = {None: 0, "off": 1, "transfer": 2, "readback": 3}
 # A bucket over TCP has at most this: a quarter of what a daemon takes in a call by default (limits.inline_bytes).
 INLINE_BYTES = 1 << 20
 OUTCOMES = ("unknown", "running", "committed", "aborted")
+
+
+class Stream(Protocol):
+    """A queue of a device's work, such as torch.cuda.Stream."""
+
+    def synchronize(self) -> None:
+        """Waits for the work that was queued before the call."""
 
 
 @dataclass(frozen=True)
@@ -710,18 +717,27 @@ class Trainer(Member):
         self._register(registration, stage=True)
 
     def refit(
-        self, version: int, *, duration_seconds: float | None = None, verification: str | None = None, evict_late: bool = False
+        self,
+        version: int,
+        *,
+        duration_seconds: float | None = None,
+        verification: str | None = None,
+        evict_late: bool = False,
+        streams: Sequence[Stream] | None = None,
     ) -> UpdateResult:
         """Installs the registered shards as `version` in every instance; every trainer rank calls it.
 
-        The caller has written the version into the shards before the call, and may write the shards again once refit() has
-        returned. refit() waits for work that torch has queued on the GPU's current stream.
+        The caller has written the version into the shards before the call, or queued the work that writes it on the GPU, and may
+        write the shards again once refit() has returned. refit() waits for all work of the device that was queued before the call,
+        on whatever stream, or for the streams that the caller names.
 
         Args:
             version: The new version, an integer from 0 to 2^63 - 1.
             duration_seconds: Of the whole update; None: the daemon's default.
             verification: "off", "transfer", "readback"; None: the daemon's default.
             evict_late: Whether instances that are late are evicted; else the update aborts.
+            streams: The streams (torch.cuda.Stream) with the work that writes the shards, so that other streams go on; None: all of the
+                device's.
 
         Returns:
             What was moved, in how many seconds, and which instances committed.
@@ -734,7 +750,7 @@ class Trainer(Member):
         """
         version = self._version_for(version)
         rebound = self._renew()
-        staged = self._fill()
+        staged = self._fill(streams)
         with self._lock:
             registration = self._registration
         common = _common(version, duration_seconds, verification, evict_late)
@@ -790,15 +806,20 @@ class Trainer(Member):
             return rebound  # the source compared the addresses of all memory just now
         return rebound + self._rebind(registration)
 
-    def _fill(self) -> int:
-        """Copies what is not in place, and waits for the work that wrote the shards. Returns how many bytes were copied."""
+    def _fill(self, streams: Sequence[Stream] | None = None) -> int:
+        """Waits for the work that writes the shards, and copies what is not in place. Returns how many bytes were copied."""
+        kind = devices.kind_of(self.device)
+        if kind is not None:
+            if streams is None:
+                kind.synchronize_all(self.device)
+            for stream in streams or ():
+                stream.synchronize()
         with self._lock:
             registration = self._registration
         if registration is not None:
             registration.fill()
-        kind = devices.kind_of(self.device)
         if kind is not None:
-            kind.synchronize(self.device)
+            kind.synchronize(self.device)  # the copies
         return 0 if registration is None else registration.staged_bytes
 
     def _fill_unmoved(self) -> int:

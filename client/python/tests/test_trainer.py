@@ -1,13 +1,16 @@
 """Trainers and engines over a real daemon: refits of registered regions, events, what is refused."""
 
+import types
 import unittest
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
 import refitd
 from support import DaemonTest, Server, whole
 from refitd import TensorSpec
+from refitd.layout import devices
 
 SPEC = TensorSpec("w", "float32", (16, 8))
 BYTES = 16 * 8 * 4
@@ -352,6 +355,30 @@ class RefitTest(DaemonTest):
         trainer.refit(1)
         trainer.refit(2)
         self.assertEqual((seen, target[:]), ([BYTES, BYTES], b"\x02" * BYTES))
+
+    def test_a_refit_waits_for_all_work_of_the_device_or_for_the_streams_that_are_named(self):
+        trainer, server, source, target = self.pair()
+        waited = []
+
+        class LateStream:
+            def __init__(self, name):
+                self.name = name
+
+            def synchronize(self):
+                waited.append(self.name)
+                source[:] = bytes([len(waited)]) * BYTES
+
+        kind = types.SimpleNamespace(
+            synchronize_all=lambda device: LateStream("all").synchronize(), synchronize=lambda device: waited.append("current")
+        )
+        with mock.patch.object(devices, "kind_of", lambda device: kind):
+            trainer.refit(1)
+            self.assertEqual((waited, target[:]), (["all", "current"], b"\x01" * BYTES))
+            trainer.refit(2, streams=[LateStream("a"), LateStream("b")])
+            self.assertEqual((waited[2:], target[:]), (["a", "b", "current"], b"\x04" * BYTES))
+            trainer.refit(3, streams=[])
+            self.assertEqual(waited[5:], ["current"])
+        server.wait_for(refitd.Committed, 3)
 
 
 if __name__ == "__main__":

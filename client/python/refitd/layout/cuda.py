@@ -486,10 +486,10 @@ class CudaKind(DeviceKind):
 
         torch.cuda.current_stream(None if device is None else device_index(device)).synchronize()
 
-    def synchronize_all(self) -> None:
+    def synchronize_all(self, device: str | None = None) -> None:
         import torch
 
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(None if device is None else device_index(device))
 
 
 KIND = CudaKind()

@@ -125,8 +125,8 @@ class DeviceKind(abc.ABC):
         """Waits for the current stream of the device; None: of the current one."""
 
     @abc.abstractmethod
-    def synchronize_all(self) -> None:
-        """Waits for all streams of the current device."""
+    def synchronize_all(self, device: str | None = None) -> None:
+        """Waits for all streams of the device; None: of the current one."""
 
 
 HOST = "host"
