@@ -32,6 +32,8 @@ namespace refitd {
   V(cuDeviceTotalMem, "cuDeviceTotalMem_v2")                                          \
   V(cuDeviceCanAccessPeer, "cuDeviceCanAccessPeer")                                   \
   V(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain")                             \
+  V(cuCtxGetLimit, "cuCtxGetLimit")                                                   \
+  V(cuCtxSetLimit, "cuCtxSetLimit")                                                   \
   V(cuCtxPushCurrent, "cuCtxPushCurrent_v2")                                          \
   V(cuCtxPopCurrent, "cuCtxPopCurrent_v2")                                            \
   V(cuPointerGetAttribute, "cuPointerGetAttribute")                                   \
@@ -123,16 +125,25 @@ class CudaContexts {
 
   const CudaApi& api() const { return api_; }
   int devices() const { return devices_; }
-  // INVALID_ARGUMENT: no such ordinal.
+  // The context has no stack for kernels: the driver takes what each of this project's kernels
+  // needs when it is launched. The stack that a context has at first, 1 KiB a thread, is 264 MiB on
+  // an H200. INVALID_ARGUMENT: no such ordinal.
   absl::StatusOr<CUcontext> Get(int device);
+  // Gives the context its first stack back, for kernels that call functions by address, whose needs
+  // the driver may not know (NCCL's). To be called before such kernels are loaded.
+  absl::StatusOr<CUcontext> GetWithStack(int device);
   // Whether kernels and copies of `device` can reach memory of `owner`.
   absl::StatusOr<bool> CanReach(int device, int owner) const;
 
  private:
   const CudaApi api_;
   const int devices_;
+  struct Made {
+    CUcontext context = nullptr;
+    size_t first_stack = 0;  // bytes a thread; 0: the context has it
+  };
   Mutex mutex_;
-  std::vector<CUcontext> contexts_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Made> contexts_ ABSL_GUARDED_BY(mutex_);
 };
 
 // Makes a context the thread's current context while this object lives. Callers must check

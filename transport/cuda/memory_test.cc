@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include "transport/base/eventually.h"
+#include "transport/cuda/api.h"
 #include "transport/cuda/fakes/fake_cuda.h"
 #endif
 
@@ -82,6 +83,27 @@ TEST_CASE("devices are found by UUID, and an unknown one is answered with those 
   REQUIRE_THAT(std::string(unknown.status().message()), Contains("GPU-none") &&
                                                             Contains(memory->devices()[0].uuid) &&
                                                             Contains(memory->devices()[1].uuid));
+}
+
+TEST_CASE("contexts have no stack until kernels come that need one, whatever the driver says") {
+  FakeCuda fake;
+  const bool refused = GENERATE(false, true);
+  constexpr int kUnsupportedLimit = 215;
+  if (refused) fake.FailAt("cuCtxSetLimit", 1, kUnsupportedLimit);
+  const auto memory = MakeMemory();
+  CHECK(fake.Count().small_stacks == 0);
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  REQUIRE(memory->OpenBlock(0, handle).ok());
+  CHECK(fake.Count().small_stacks == (refused ? 0 : 1));
+  const std::shared_ptr<CudaContexts> contexts =
+      dynamic_cast<const CudaContextsOwner&>(*memory).contexts();
+  for (int call = 0; call < 2; ++call) {
+    REQUIRE(contexts->GetWithStack(0).ok());
+    CHECK(fake.Count().small_stacks == 0);
+  }
+  REQUIRE(contexts->GetWithStack(1).ok());
+  CHECK(fake.Count().small_stacks == 0);
 }
 
 TEST_CASE("a device that does not answer is no reason to refuse the others") {

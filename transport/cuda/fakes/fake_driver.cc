@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -137,6 +138,7 @@ struct State {
   int corrupt_launch = 0;
   unsigned held = HeldAtFirst();
   int devices = DevicesAtFirst();
+  std::array<bool, kMostDevices> small_stack{};
   bool idle = IdleAtFirst();
   bool backwards = false;  // the order of streams
   bool peers = true;
@@ -408,6 +410,7 @@ void FakeCudaReset() {
   fake.unblocked.notify_all();
   const int blocked_calls = fake.counts.blocked_calls;  // blocked calls subtract themselves
   fake.counts = {};
+  fake.small_stack = {};
   fake.counts.blocked_calls = blocked_calls;
   fake.faults.clear();
   fake.corrupt_launch = 0;
@@ -596,6 +599,26 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   const Call call("cuDevicePrimaryCtxRetain", false);
   *context = ContextOf(device);
   return call.result;
+}
+
+constexpr size_t kFirstStack = 1024;  // bytes a thread
+
+CUresult cuCtxGetLimit(size_t* value, CUlimit limit) {
+  const Call call("cuCtxGetLimit");
+  if (call.failed()) return call.result;
+  if (limit != CU_LIMIT_STACK_SIZE) return CUDA_ERROR_UNSUPPORTED_LIMIT;
+  *value = call.fake->small_stack[static_cast<size_t>(call.device())] ? 0 : kFirstStack;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
+  const Call call("cuCtxSetLimit");
+  if (call.failed()) return call.result;
+  if (limit != CU_LIMIT_STACK_SIZE) return CUDA_ERROR_UNSUPPORTED_LIMIT;
+  bool& small = call.fake->small_stack[static_cast<size_t>(call.device())];
+  call.fake->counts.small_stacks += static_cast<int>(value < kFirstStack) - static_cast<int>(small);
+  small = value < kFirstStack;
+  return CUDA_SUCCESS;
 }
 
 CUresult cuCtxPushCurrent_v2(CUcontext context) {

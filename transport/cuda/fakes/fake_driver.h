@@ -22,6 +22,7 @@ struct FakeCudaCounts {
   int allocation_calls = 0;  // device and pinned
   int engine_copies = 0;     // of batches; since FakeCudaReset
   int blocked_calls = 0;     // calls that do not return now
+  int small_stacks = 0;      // contexts whose stack is smaller than at first
   bool operator==(const FakeCudaCounts&) const = default;
 };
 

@@ -205,7 +205,7 @@ class Communicator::State : public std::enable_shared_from_this<State> {
 
   absl::Status Init(Clock::time_point deadline) {
     for (const int device : devices_) {
-      REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->Get(device));
+      REFITD_ASSIGN_OR_RETURN(const CUcontext context, contexts_->GetWithStack(device));
       ranks_.push_back({.device = device, .context = context});
     }
     NcclUniqueId id;

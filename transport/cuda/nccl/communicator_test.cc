@@ -128,6 +128,7 @@ class Host {
   FakeCudaCounts Open() {
     FakeCudaCounts counts = cuda_.Count();
     counts.allocation_calls = 0;
+    counts.small_stacks = 0;
     return counts;
   }
 
@@ -175,6 +176,7 @@ Communicator::BroadcastCall BroadcastOf(Host* host, const Regions& regions, int 
 TEST_CASE("a broadcast is on the streams when it returns, and its bytes come with them") {
   Host host;
   const auto communicator = host.Make();
+  CHECK(host.cuda()->Count().small_stacks == 0);
   const Regions regions = host.MakeRegions(kMiB);
   Fill(regions[0]->data(), 1000, 3);
   Fill(regions[1]->data(), 1000, 99);

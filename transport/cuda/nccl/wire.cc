@@ -200,7 +200,7 @@ class NcclCommunicator final : public WireCommunicator {
 
   // Begins to make the communicator.
   absl::Status Initialise(const NcclUniqueId& unique) {
-    REFITD_ASSIGN_OR_RETURN(context_, shared_->contexts->Get(device_));
+    REFITD_ASSIGN_OR_RETURN(context_, shared_->contexts->GetWithStack(device_));
     const CudaApi& api = shared_->contexts->api();
     const ScopedContext current(api, context_);
     REFITD_RETURN_IF_ERROR(current.status());
