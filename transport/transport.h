@@ -135,8 +135,9 @@ class Transport {
 
   // Runs the transfer; calls `done` once, on a thread of the transport, after the last byte was
   // read and written and `keep_alive` was released (P8), but for memory that a lost device may
-  // still touch. Transfers start in the order of submission and may overlap: a transfer starts
-  // before the end of the transfer before it.
+  // still touch. Transfers may overlap: a transfer starts before the end of the transfer before
+  // it. They start in the order of submission, but a replay may start before transfers that are
+  // not prepared.
   virtual void Submit(Transfer transfer, std::function<void(TransferResult)> done) = 0;
 
   // Does once what every run of the transfer needs: checks, order, shares of the work. Takes up to

@@ -733,7 +733,7 @@ void Executor::Keep(const Moves& moves) {
   if (moves.released) return;
   std::erase_if(kept_, [&](const Kept& kept) {
     return kept.step == start.step && kept.bound.lock() == start.bound &&
-           (!compare || kept.part.Meets(start.part));
+           (!compare || kept.part.Overlaps(start.part));
   });
   kept_.push_back({start.bound, start.step, start.skip_destination, start.part, moves.prepared});
 }
@@ -774,7 +774,10 @@ void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Mo
                          to.digests = std::move(result.source_digests);
                        } else if (sections) {
                          to.sections = prepared->sections;
-                         for (size_t p = 0; p < prepared->section_of_piece.size(); ++p) {
+                         // A run that failed may have no digests; forwarded pieces have no section.
+                         const size_t digests = std::min(prepared->section_of_piece.size(),
+                                                         result.source_digests.size());
+                         for (size_t p = 0; p < digests; ++p) {
                            to.sections[prepared->section_of_piece[p]].digest +=
                                result.source_digests[p];
                          }

@@ -213,7 +213,7 @@ class Executor {
 
   Transport* const transport_;
   std::vector<std::weak_ptr<Moves>> binding_;  // resolved and perhaps not bound yet
-  // For each group local moves, or two while a new program takes over, and comparisons.
+  // For each group: local moves (of two programs while a new one takes over), and comparisons.
   std::vector<Kept> kept_;
   std::vector<KeptReplicas> kept_replicas_;
   std::vector<KeptReadback> kept_readbacks_;  // one for each group

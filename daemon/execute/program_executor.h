@@ -39,15 +39,16 @@ class MemoryResolver {
   virtual std::optional<int> DeviceOf(MemberId /*member*/) const { return std::nullopt; }
 };
 
-// A replica of the program's (BoundProgram::replicas), and the piece that has it.
+// One of BoundProgram::replicas, and the piece that holds it.
 struct HeldReplica {
   uint64_t hash = 0;    // ReplicaHash
   uint32_t share = 0;   // index into BoundProgram::replicas
   uint32_t member = 0;  // by program->sources
   uint32_t piece = 0;   // of the member's layout in force
 };
-// Finds the pieces, sorted by hash, then by share. This looks at every name, so a bound program is
-// to be searched once, not for each version. FAILED_PRECONDITION: a rank does not hold a replica.
+// Finds the piece of each replica; sorted by hash, then by share. It looks up every tensor's name:
+// call it once for a bound program, not for each version. FAILED_PRECONDITION: a rank does not hold
+// a replica.
 absl::StatusOr<std::vector<HeldReplica>> FindReplicas(const BoundProgram& bound);
 
 // The memory that a step may touch.
@@ -77,14 +78,14 @@ struct BoundStep {
   std::vector<uint32_t> section_of_piece;
 };
 
-// `replicas`: of FindReplicas, so that a comparison looks only at the pieces of its share; null: it
-// looks at all. INTERNAL: lists of the bound program differ in length, or a member or region is
+// `replicas`: from FindReplicas; only the pieces in start.part are resolved. Null: all pieces.
+// INTERNAL: lists of the bound program differ in length, or a member or region is
 // gone.
 absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const MemoryResolver& memory,
                                             const std::vector<HeldReplica>* replicas = nullptr);
 
-// `replicas`: of FindReplicas; only a comparison reads them. FAILED_PRECONDITION: a layout in force
-// has another structure than the program's, or members' memory overlaps (CheckOverlap of
+// `replicas`: from FindReplicas; only a comparison reads them. FAILED_PRECONDITION: a layout in
+// force has another structure than the program's, or members' memory overlaps (CheckOverlap of
 // memory.places). INVALID_ARGUMENT: a round that the program does not have, or a slot that is too
 // small. INTERNAL: a piece outside its region.
 absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory,

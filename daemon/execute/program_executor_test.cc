@@ -78,9 +78,13 @@ class Counting : public UnpreparedTransport {
   }
   void Replay(const std::shared_ptr<const PreparedTransfer>& of, Verification verification,
               std::string label, std::function<void(TransferResult)> done) override {
-    transport_->Replay(of, verification, std::move(label), std::move(done));
+    if (!fails) return transport_->Replay(of, verification, std::move(label), std::move(done));
+    TransferResult failed;
+    failed.status = absl::ResourceExhaustedError("no memory");
+    done(std::move(failed));
   }
   int prepared = 0;
+  bool fails = false;  // as a transport does that began nothing: without digests
 
  private:
   Transport* const transport_;
@@ -539,6 +543,21 @@ TEST_CASE("Replicas' digests are equal until one holder's byte differs") {
     ++compared;
   }
   CHECK(compared > 100);
+}
+
+TEST_CASE("A step that the transport could not begin fails with the transport's error") {
+  Bench bench;
+  const auto cluster = MixedCluster(&bench.transport);
+  bench.transport.fails = true;
+  for (const auto& daemon : cluster->daemons) {
+    for (const MoveStep step :
+         {MoveStep::kCompare, MoveStep::kLocal, MoveStep::kPack, MoveStep::kUnpack}) {
+      for (const Verification verification : kAll) {
+        CHECK(daemon->Run(daemon->Step(step, verification)).status.code() ==
+              absl::StatusCode::kResourceExhausted);
+      }
+    }
+  }
 }
 
 TEST_CASE(

@@ -287,12 +287,12 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
       const TensorTable::Uses* const other = table_->Find(name);
       return other != nullptr && Knows(kind_of_[i], *other);
     };
-    return AboutTensor(
-        Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' is unknown to instance {}{}",
-              tensor.name, instances_[i],
-              NameHint(tensor.name, known,
-                       reads_slots_[i] ? "its manifest must list what is pushed" : kIfUnwanted)),
-        tensor.name);
+    return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
+                             "tensor '{}' is unknown to instance {}{}", tensor.name, instances_[i],
+                             NameHint(tensor.name, known,
+                                      reads_slots_[i] ? "its manifest must list what is pushed"
+                                                      : kAdviceUnwanted)),
+                       tensor.name);
   }
   return absl::OkStatus();
 }
@@ -320,7 +320,7 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
   return AboutTensor(
       Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed{}",
-            missing, instances_[wanted_by], NameHint(missing, pushed, kIfEngineOnly)),
+            missing, instances_[wanted_by], NameHint(missing, pushed, kAdviceEngineOnly)),
       missing);
 }
 

@@ -61,7 +61,8 @@ void Group::Impl::PumpUpdate() {
   if (update != nullptr) AssembleIfAllHere();
   if (update != nullptr) OpenDataIfReady();
   if (update != nullptr) {
-    // While engines get ready, so that their pause is shorter. Refit has promised the bytes.
+    // Replicas are compared while engines get ready, so that the pause holds no comparison. Only
+    // where every rank called Refit alone: no rank writes its shards after that call.
     if (update->state == UpdateState::kPreparing && update->program.exists() && !CatchUpRuns() &&
         update->push.all_in_one_call()) {
       update->program.CompareIfDue();

@@ -216,8 +216,8 @@ void DataPlane::Start(GroupRecord* group, const StartMoves& start, absl::Status 
     lock.Post(name, Refused(start, std::move(status)));
     return;
   }
-  if (Executor::IsBound(*moves)) return SubmitMoves(name, group->id, moves);
   if (start.step == MoveStep::kCompare) BindAhead(*group, start);
+  if (Executor::IsBound(*moves)) return SubmitMoves(name, group->id, moves);
   JobThreads& binder = start.step == MoveStep::kLocal ? local_binder_ : binder_;
   binder.Submit(group->id, [this, name, id = group->id, moves = std::move(moves)] {
     BindMoves(name, id, moves);

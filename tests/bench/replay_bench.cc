@@ -6,9 +6,11 @@
 // "fixed" is the same with a model of one tensor: calls, events and threads. What a model's moves
 // cost is the difference.
 #include <dlfcn.h>
+#include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -16,8 +18,10 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <variant>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "client/engine.h"
 #include "client/trainer.h"
 #include "tests/bench/report.h"
@@ -27,8 +31,10 @@
 #include "tests/workloads/sharding/megatron.h"
 #include "tests/workloads/sharding/model.h"
 #include "tests/workloads/sharding/vllm.h"
+#include "transport/base/unique_fd.h"
 #include "transport/cuda/fakes/fake_cuda.h"
 #include "transport/cuda/memory.h"
+#include "transport/plan/layout.h"
 
 namespace refitd::bench {
 namespace {

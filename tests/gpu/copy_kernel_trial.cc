@@ -34,6 +34,7 @@ int main() {
 
 #include "transport/cuda/copy_interpreter.h"
 #include "transport/cuda/copy_kernel.h"
+#include "transport/cuda/copy_plan.h"
 #include "transport/cuda/copy_task.h"
 
 namespace refitd {
@@ -81,7 +82,7 @@ CUdeviceptr Allocate(size_t bytes) {
   return address;
 }
 
-using Counts = std::array<uint32_t, kCopyKernels>;  // of tasks, by kernel
+using Counts = std::array<size_t, kCopyKernels>;  // of tasks, by kernel
 
 class Gpu {
  public:
@@ -125,8 +126,8 @@ class Gpu {
   }
 
   // `sums` is device memory for the stored sums and then as many source sums; it is zeroed here.
-  // `shares`: of a plain task.
-  float Launch(CUdeviceptr tasks, const Counts& counts, uint32_t shares, int blocks,
+  // `slices`: of a plain task.
+  float Launch(CUdeviceptr tasks, const Counts& counts, uint32_t slices, int blocks,
                CUdeviceptr sums, size_t sum_count) {
     Use();
     TRIAL_CALL(cuMemsetD8, next_, 0, kCopyKernels * sizeof(uint32_t));
@@ -135,8 +136,8 @@ class Gpu {
     const auto* first = reinterpret_cast<const CopyTask*>(tasks);
     for (size_t k = 0; k < launches.size(); ++k) {
       launches[k] = {.tasks = first,
-                     .task_count = counts[k],
-                     .shares = static_cast<CopyKernel>(k) == CopyKernel::kPlain ? shares : 1,
+                     .task_count = static_cast<uint32_t>(counts[k]),
+                     .slices = static_cast<CopyKernel>(k) == CopyKernel::kPlain ? slices : 1,
                      .next_task = reinterpret_cast<uint32_t*>(next_) + k,
                      .stored_sums = reinterpret_cast<unsigned long long*>(sums),
                      .source_sums = reinterpret_cast<unsigned long long*>(sums + sum_count * 8)};
@@ -163,15 +164,6 @@ class Gpu {
   CUdeviceptr next_ = 0;
   int processors_ = 0;
 };
-
-// Sorts the tasks by kernel, and returns how many each has.
-Counts SortByKernel(std::vector<CopyTask>* tasks) {
-  Counts counts{};
-  for (const CopyTask& task : *tasks) ++counts[static_cast<size_t>(KernelOf(task))];
-  std::stable_sort(tasks->begin(), tasks->end(),
-                   [](const CopyTask& a, const CopyTask& b) { return KernelOf(a) < KernelOf(b); });
-  return counts;
-}
 
 template <typename T>
 CUdeviceptr Upload(const std::vector<T>& values) {
@@ -478,12 +470,12 @@ double Measure(const Rates& rates, const Shape& shape, Digest digest, int64_t ta
                                     : MakeTasks(rates, shape, digest, task_bytes);
   const Counts counts = SortByKernel(&tasks);
   const CUdeviceptr on_gpu = Upload(tasks);
-  const auto shares =
-      static_cast<uint32_t>(std::max<int64_t>(task_bytes / int64_t{kShareBytes}, 1));
+  const auto slices =
+      static_cast<uint32_t>(std::max<int64_t>(task_bytes / int64_t{kSliceBytes}, 1));
   TRIAL_CALL(cuMemsetD8, rates.to, 0xcd, static_cast<size_t>(rates.bytes));
   std::vector<float> times;
   for (int round = 0; round <= kRounds; ++round) {
-    const float time = rates.gpu->Launch(on_gpu, counts, shares, blocks, rates.sums, 1);
+    const float time = rates.gpu->Launch(on_gpu, counts, slices, blocks, rates.sums, 1);
     if (round > 0) times.push_back(time);
   }
   const auto sums = Download<unsigned long long>(rates.sums, 2);

@@ -4,8 +4,6 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
-#include <utility>
-
 #include "absl/strings/cord.h"
 #include "transport/base/status.h"
 
@@ -117,33 +115,34 @@ absl::StatusOr<CUcontext> CudaContexts::Get(int device) {
                  devices());
   }
   MutexLock lock(&mutex_);
-  Made& made = contexts_[static_cast<size_t>(device)];
-  if (made.context != nullptr) return made.context;
+  DeviceContext& of = contexts_[static_cast<size_t>(device)];
+  if (of.context != nullptr) return of.context;
   CUdevice handle = 0;
   REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuDeviceGet, &handle, device));
-  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuDevicePrimaryCtxRetain, &made.context, handle));
-  const ScopedContext current(api_, made.context);
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuDevicePrimaryCtxRetain, &of.context, handle));
+  const ScopedContext current(api_, of.context);
   // A stack that stays costs memory, and nothing else.
   if (current.status().ok() &&
-      api_.cuCtxGetLimit(&made.first_stack, CU_LIMIT_STACK_SIZE) == CUDA_SUCCESS &&
+      api_.cuCtxGetLimit(&of.default_stack, CU_LIMIT_STACK_SIZE) == CUDA_SUCCESS &&
       api_.cuCtxSetLimit(CU_LIMIT_STACK_SIZE, 0) != CUDA_SUCCESS) {
-    made.first_stack = 0;
+    of.default_stack = 0;
   }
-  return made.context;
+  return of.context;
 }
 
 absl::StatusOr<CUcontext> CudaContexts::GetWithStack(int device) {
   REFITD_ASSIGN_OR_RETURN(const CUcontext context, Get(device));
-  size_t first_stack = 0;
+  size_t stack = 0;
   {
     MutexLock lock(&mutex_);
-    first_stack = std::exchange(contexts_[static_cast<size_t>(device)].first_stack, 0);
+    stack = contexts_[static_cast<size_t>(device)].default_stack;
   }
-  if (first_stack == 0) return context;
+  if (stack == 0) return context;
   const ScopedContext current(api_, context);
   REFITD_RETURN_IF_ERROR(current.status());
-  // This waits for the device's work.
-  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuCtxSetLimit, CU_LIMIT_STACK_SIZE, first_stack));
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuCtxSetLimit, CU_LIMIT_STACK_SIZE, stack));
+  MutexLock lock(&mutex_);
+  contexts_[static_cast<size_t>(device)].default_stack = 0;
   return context;
 }
 

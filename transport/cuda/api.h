@@ -126,11 +126,12 @@ class CudaContexts {
   const CudaApi& api() const { return api_; }
   int devices() const { return devices_; }
   // The context has no stack for kernels: the driver takes what each of this project's kernels
-  // needs when it is launched. The stack that a context has at first, 1 KiB a thread, is 264 MiB on
-  // an H200. INVALID_ARGUMENT: no such ordinal.
+  // needs when it is launched. The default stack, 1 KiB a thread, is 264 MiB on an H200.
+  // INVALID_ARGUMENT: no such ordinal.
   absl::StatusOr<CUcontext> Get(int device);
-  // Gives the context its first stack back, for kernels that call functions by address, whose needs
-  // the driver may not know (NCCL's). To be called before such kernels are loaded.
+  // Restores the default stack, for kernels that call functions by address (NCCL's), whose needs
+  // the driver may not know. Call it before such kernels are loaded; it waits for the device's
+  // work.
   absl::StatusOr<CUcontext> GetWithStack(int device);
   // Whether kernels and copies of `device` can reach memory of `owner`.
   absl::StatusOr<bool> CanReach(int device, int owner) const;
@@ -138,12 +139,12 @@ class CudaContexts {
  private:
   const CudaApi api_;
   const int devices_;
-  struct Made {
+  struct DeviceContext {
     CUcontext context = nullptr;
-    size_t first_stack = 0;  // bytes a thread; 0: the context has it
+    size_t default_stack = 0;  // bytes a thread; 0: there is nothing to restore
   };
   Mutex mutex_;
-  std::vector<Made> contexts_ ABSL_GUARDED_BY(mutex_);
+  std::vector<DeviceContext> contexts_ ABSL_GUARDED_BY(mutex_);
 };
 
 // Makes a context the thread's current context while this object lives. Callers must check

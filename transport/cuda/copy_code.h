@@ -1,4 +1,4 @@
-// The code of the copy kernel: the work of one thread of a block for a copy task. nvcc compiles it
+// The code of the copy kernels: the work of one thread of a block for a copy task. nvcc compiles it
 // for GPUs, and the host's compiler for copy_interpreter.h, which runs thread after thread, so that
 // tests without a GPU run it too.
 //
@@ -1096,10 +1096,10 @@ REFITD_COPY_CODE TaskSums RunApart(const CopyTask& task, const uint32_t* table, 
   }
 }
 
-// Reduces a task without digests to one of its shares, which together are the task. A share may be
+// Reduces a task without digests to one of its slices, which together are the task. A slice may be
 // empty: then it copies nothing.
-REFITD_COPY_CODE void CutShare(CopyTask* task, uint32_t share, uint32_t shares) {
-  if (shares <= 1) return;
+REFITD_COPY_CODE void CutSlice(CopyTask* task, uint32_t slice, uint32_t slices) {
+  if (slices <= 1) return;
   // The run is cut if there is only one, else the slowest dimension.
   int d = 0;
   while (d < kTaskDims && task->count[d] == 1) ++d;
@@ -1110,14 +1110,14 @@ REFITD_COPY_CODE void CutShare(CopyTask* task, uint32_t share, uint32_t shares) 
     step_bytes *= task->run;
     for (int inner = d + 1; inner < kTaskDims; ++inner) step_bytes *= task->count[inner];
   }
-  const uint32_t least = (kShareBytes + step_bytes - 1) / step_bytes;
-  const uint32_t wanted = (steps + shares - 1) / shares;
+  const uint32_t least = (kSliceBytes + step_bytes - 1) / step_bytes;
+  const uint32_t wanted = (steps + slices - 1) / slices;
   const uint32_t each = (wanted + least - 1) / least * least;
-  if (uint64_t{share} * each >= steps) {
+  if (uint64_t{slice} * each >= steps) {
     task->source = task->destination = 0;
     return;
   }
-  const uint32_t first = share * each;
+  const uint32_t first = slice * each;
   const uint32_t count = steps - first < each ? steps - first : each;
   const int64_t source_step = cuts_run ? task->element_bytes : task->source_step[d];
   const int64_t destination_step = cuts_run ? task->element_bytes : task->destination_step[d];

@@ -176,11 +176,11 @@ void CheckRead(Trial* trial, uint32_t threads) {
   CHECK(sum == trial->Digest(trial->proof, trial->proof_at));
 }
 
-void CheckCopy(Trial* trial, uint32_t threads, uint32_t shares) {
+void CheckCopy(Trial* trial, uint32_t threads, uint32_t slices) {
   uint32_t next = 0;
-  if (KernelOf(trial->task) != CopyKernel::kPlain) shares = 1;
-  RunTasks({.tasks = &trial->task, .task_count = 1, .shares = shares, .next_task = &next}, threads);
-  CHECK(next == shares + 1);
+  if (KernelOf(trial->task) != CopyKernel::kPlain) slices = 1;
+  RunTasks({.tasks = &trial->task, .task_count = 1, .slices = slices, .next_task = &next}, threads);
+  CHECK(next == slices + 1);
 }
 
 void CheckStored(const Trial& trial) {
@@ -235,7 +235,7 @@ std::vector<std::array<uint64_t, 3>> RunsOf(const CopyTask& task) {
   return runs;
 }
 
-TEST_CASE("The shares of a task are together the task, and none is small but the last") {
+TEST_CASE("The slices of a task are together the task, and none is small but the last") {
   Rng rng(kSeed + 1);
   for (int round = 0; round < 500; ++round) {
     INFO("round " << round);
@@ -250,19 +250,19 @@ TEST_CASE("The shares of a task are together the task, and none is small but the
       task.source_step[d] = Pick(&rng, -1000, 100'000);
       task.destination_step[d] = Pick(&rng, 1, 100'000);
     }
-    const auto shares = static_cast<uint32_t>(Pick(&rng, 1, 16));
+    const auto slices = static_cast<uint32_t>(Pick(&rng, 1, 16));
     std::vector<std::array<uint64_t, 3>> runs;
     uint64_t bytes = 0;
     uint32_t filled = 0;
-    for (uint32_t share = 0; share < shares; ++share) {
+    for (uint32_t slice = 0; slice < slices; ++slice) {
       CopyTask part = task;
-      copy_code::CutShare(&part, share, shares);
-      const auto of_share = RunsOf(part);
-      if (of_share.empty()) continue;
-      // All shares before were filled.
-      CHECK(filled++ == share);
-      if (share > 0) CHECK(bytes >= uint64_t{share} * kShareBytes);
-      for (const auto& run : of_share) {
+      copy_code::CutSlice(&part, slice, slices);
+      const auto of_slice = RunsOf(part);
+      if (of_slice.empty()) continue;
+      // All slices before were filled.
+      CHECK(filled++ == slice);
+      if (slice > 0) CHECK(bytes >= uint64_t{slice} * kSliceBytes);
+      for (const auto& run : of_slice) {
         bytes += run[2] * task.element_bytes;
         // Parts of one run follow one another.
         if (one_run && !runs.empty()) {

@@ -39,11 +39,11 @@ copy_code::TaskSums Run(CopyKernel kernel, const CopyTask& task, uint32_t thread
 void RunTasks(const CopyLaunch& launch, uint32_t threads) {
   while (true) {
     const uint32_t next = __atomic_fetch_add(launch.next_task, 1, __ATOMIC_RELAXED);
-    if (next >= launch.task_count * launch.shares) return;
-    CopyTask task = launch.tasks[next / launch.shares];
+    if (next >= launch.task_count * launch.slices) return;
+    CopyTask task = launch.tasks[next / launch.slices];
     const CopyKernel kernel = KernelOf(task);
     if (kernel == CopyKernel::kPlain) {
-      copy_code::CutShare(&task, next % launch.shares, launch.shares);
+      copy_code::CutSlice(&task, next % launch.slices, launch.slices);
     }
     for (uint32_t thread = 0; thread < threads; ++thread) {
       const copy_code::TaskSums sums = Run(kernel, task, thread, threads);

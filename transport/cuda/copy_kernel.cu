@@ -1,4 +1,4 @@
-// The copy kernel: thread blocks that take tasks until there are none left.
+// The copy kernels: thread blocks that take tasks until there are none left.
 #include "transport/cuda/copy_code.h"
 #include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_task.h"
@@ -8,7 +8,7 @@ namespace {
 
 template <CopyKernel kKernel>
 constexpr uint32_t kThreads = kCopyThreads[static_cast<size_t>(kKernel)];
-constexpr uint32_t kMostWarps = 512 / 32;
+constexpr uint32_t kMostWarps = kMostCopyThreads / 32;
 constexpr uint32_t kTaskWords = sizeof(CopyTask) / sizeof(uint64_t);
 
 // A block's copy of a task. A block has two of these, for the current task and the next, and uses
@@ -39,9 +39,7 @@ __device__ __forceinline__ void FetchTask(const CopyLaunch& launch, uint32_t num
   turn->task[threadIdx.x] = reinterpret_cast<const uint64_t*>(launch.tasks + number)[threadIdx.x];
 }
 
-// All tasks come from the counter, also each block's first task: if first tasks were fixed, those
-// of a block that waits for a multiprocessor would wait too. Each task is taken and fetched while
-// the block works on the task before.
+// Does one thread's part of a task.
 template <CopyKernel kKernel>
 __device__ __forceinline__ copy_code::TaskSums Run(const CopyTask& task, const uint32_t* table) {
   if constexpr (kKernel == CopyKernel::kApart) {
@@ -52,6 +50,10 @@ __device__ __forceinline__ copy_code::TaskSums Run(const CopyTask& task, const u
     return copy_code::RunRuns(task, table, threadIdx.x, kThreads<kKernel>);
   }
 }
+
+// All tasks come from the counter, also each block's first task: if first tasks were fixed, those
+// of a block that waits for a multiprocessor would wait too. Each task is taken and fetched while
+// the block works on the task before.
 template <CopyKernel kKernel>
 __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
   __shared__ uint32_t table[copy_code::kTableWords];
@@ -100,19 +102,20 @@ __device__ __forceinline__ void RunTasks(const CopyLaunch& launch) {
   }
 }
 
-// As RunTasks, for tasks without digests, which are taken share by share. A kernel of its own has
-// registers enough for twice the loads in flight.
+// Does what RunTasks does for tasks without digests, one slice at a time. In a kernel of its own
+// there are enough registers for twice the loads in flight; a loop for both would carry the sums.
 __device__ __forceinline__ void RunPlainTasks(const CopyLaunch& launch) {
   __shared__ Turn turns[2];
   const uint32_t thread = threadIdx.x;
-  const uint32_t count = launch.task_count * launch.shares;
+  const uint32_t count = launch.task_count * launch.slices;
   const auto fetch = [&launch](uint32_t number, Turn* turn) {
-    FetchTask(launch, number / launch.shares, turn);
+    FetchTask(launch, number / launch.slices, turn);
   };
-  // Called by the thread that ends a turn; the warp has fetched the task.
+  // Reduces the fetched task to its slice. One thread calls it, after a __syncwarp that makes the
+  // warp's fetch visible.
   const auto cut = [&launch](uint32_t number, Turn* turn) {
-    copy_code::CutShare(reinterpret_cast<CopyTask*>(turn->task), number % launch.shares,
-                        launch.shares);
+    copy_code::CutSlice(reinterpret_cast<CopyTask*>(turn->task), number % launch.slices,
+                        launch.slices);
   };
   if (thread == 0) {
     turns[0].number = atomicAdd(launch.next_task, 1);

@@ -1,4 +1,4 @@
-// The copy kernel's machine code, made by nvcc when the project is built.
+// The copy kernels' machine code, made by nvcc when the project is built.
 //
 //   extern "C" __global__ void refitd_copy(refitd::CopyLaunch launch)
 //
@@ -19,6 +19,7 @@ namespace refitd {
 // faster where tasks differ or only read, since one works while the other begins or ends a task;
 // one block of 512 is 5% faster where bytes are copied in order.
 inline constexpr std::array<int, kCopyKernels> kCopyThreads = {512, 256, 512, 256};
+inline constexpr int kMostCopyThreads = 512;
 inline constexpr std::array<const char*, kCopyKernels> kCopyKernelNames = {
     "refitd_copy", "refitd_copy_read", "refitd_copy_plain", "refitd_copy_apart"};
 

@@ -17,7 +17,7 @@ constexpr int64_t kVectorBytes = 16;
 // Runs are cut at multiples of this, so that the parts stay aligned as the run is, in memory and in
 // blocks of the digest.
 constexpr int64_t kCutBytes = 512;
-constexpr int64_t kMostShares = 16;
+constexpr int64_t kMostSlices = 16;     // of the first tasks, which have 1 MiB
 constexpr int64_t kMostCount = 65'535;  // the largest value of CopyTask::count
 // Runs of at most this number of elements are copied one element at a time, because the fixed cost
 // of a run would be higher.
@@ -297,19 +297,9 @@ SumRange RangeOf(const std::vector<CopyTask>& tasks, uint32_t CopyTask::*sum) {
   return first == kNoSum ? SumRange() : SumRange{first, last - first + 1};
 }
 
-void SortByKernel(std::vector<CopyTask>* tasks, std::array<size_t, kCopyKernels>* counts) {
-  auto begin = tasks->begin();
-  for (int k = 0; k < kCopyKernels; ++k) {
-    const auto end = std::stable_partition(begin, tasks->end(), [k](const CopyTask& task) {
-      return KernelOf(task) == static_cast<CopyKernel>(k);
-    });
-    (*counts)[static_cast<size_t>(k)] = static_cast<size_t>(end - begin);
-    begin = end;
-  }
-}
-
-// As many shares of a plain task as tasks of mean size fill. Only copies within a device gain.
-uint32_t SharesOf(const DeviceTasks& device) {
+// Returns how many slices of kSliceBytes a plain task of mean size has. For copies within a device
+// only; over links slices gain nothing.
+uint32_t SlicesOf(const DeviceTasks& device) {
   int64_t tasks = 0;
   int64_t bytes = 0;
   for (const CopyTask& task : device.tasks) {
@@ -317,8 +307,8 @@ uint32_t SharesOf(const DeviceTasks& device) {
     ++tasks;
     bytes += TaskBytes(task);
   }
-  const int64_t shares = bytes / std::max<int64_t>(tasks, 1) / int64_t{kShareBytes};
-  return static_cast<uint32_t>(std::clamp<int64_t>(shares, 1, kMostShares));
+  const int64_t slices = bytes / std::max<int64_t>(tasks, 1) / int64_t{kSliceBytes};
+  return static_cast<uint32_t>(std::clamp<int64_t>(slices, 1, kMostSlices));
 }
 
 // The work that one device runs, by the devices to which it stores.
@@ -364,7 +354,7 @@ class DeviceQueues {
                           .local = sizes.local,
                           .tasks = {},
                           .counts = {},
-                          .shares = 1,
+                          .slices = 1,
                           .sums = {},
                           .proof_sums = {},
                           .lanes = TakeLanes(position)};
@@ -379,8 +369,8 @@ class DeviceQueues {
     }
     TakeTurns(&queues, &result.tasks);
     REFITD_CHECK(result.tasks.size() == count);
-    SortByKernel(&result.tasks, &result.counts);
-    if (sizes.local) result.shares = SharesOf(result);
+    result.counts = SortByKernel(&result.tasks);
+    if (sizes.local) result.slices = SlicesOf(result);
     result.sums = RangeOf(result.tasks, &CopyTask::sum);
     result.proof_sums = RangeOf(result.tasks, &CopyTask::proof_sum);
     return result;
@@ -410,7 +400,7 @@ class DeviceQueues {
     const int64_t most = std::clamp(wanted, options.least_task_bytes,
                                     std::max(options.least_task_bytes, options.most_task_bytes));
     const int64_t first = std::clamp(wanted, most, std::max(most, options.most_first_task_bytes));
-    // Shares are small whatever the size of their task.
+    // Slices are small whatever the size of their task.
     return {.local = local, .first = first, .others = local && !digests_ ? first : most};
   }
 
@@ -712,6 +702,14 @@ class CopyPlanner {
 };
 
 }  // namespace
+
+std::array<size_t, kCopyKernels> SortByKernel(std::vector<CopyTask>* tasks) {
+  std::array<size_t, kCopyKernels> counts{};
+  for (const CopyTask& task : *tasks) ++counts[static_cast<size_t>(KernelOf(task))];
+  std::stable_sort(tasks->begin(), tasks->end(),
+                   [](const CopyTask& a, const CopyTask& b) { return KernelOf(a) < KernelOf(b); });
+  return counts;
+}
 
 absl::StatusOr<CudaCopyPlan> PlanCopies(const Transfer& transfer, Verification verification,
                                         CopyAddresses* addresses, const CopyPlanOptions& options) {

@@ -1,4 +1,4 @@
-// Plans a transfer on GPUs: for each device that runs tasks, a list of tasks for the copy kernel
+// Plans a transfer on GPUs: for each device that runs tasks, a list of tasks for the copy kernels
 // (copy_task.h). Pure: no CUDA call, so all of it is tested without a GPU, where an interpreter
 // that shares the kernel's code runs the tasks (copy_interpreter.h).
 //
@@ -51,7 +51,7 @@ struct EngineCopies {
 // receivers, or half the links are idle.
 inline constexpr size_t kEngineLanes = 4;
 
-// Numbers of sums, from the least to the greatest that a device's tasks have.
+// The range of numbers that a device's tasks have for one kind of sum; it may have gaps.
 struct SumRange {
   uint32_t first = 0;
   uint32_t count = 0;
@@ -62,17 +62,20 @@ struct DeviceTasks {
   // True if at most a 16th of the bytes go to other devices, by kernel or engine: then memory is
   // the limit, not a link.
   bool local = false;
-  // Tasks for the kernels, which run them in any order. Those of one kernel are together, kernel
-  // after kernel; `counts` says how many each has.
+  // Tasks for the kernels, which run them in any order, sorted by kernel; counts[k]: those of
+  // kernel k.
   std::vector<CopyTask> tasks;
   std::array<size_t, kCopyKernels> counts{};
-  uint32_t shares = 1;  // of a task of the plain kernel (CopyLaunch::shares)
+  uint32_t slices = 1;  // of a task of the plain kernel (CopyLaunch::slices)
   SumRange sums;        // CopyTask::sum
   SumRange proof_sums;  // CopyTask::proof_sum
   // Copies beside `tasks`; at most kEngineLanes lanes, none empty, to be issued in this order.
   // Among a plan's sources with lanes, the nth begins with its nth receiver.
   std::vector<EngineCopies> lanes;
 };
+
+// Sorts the tasks by kernel, stably; returns how many each kernel has.
+std::array<size_t, kCopyKernels> SortByKernel(std::vector<CopyTask>* tasks);
 
 struct CudaCopyPlan {
   std::vector<DeviceTasks> devices;  // ascending; none has neither tasks nor lanes

@@ -254,7 +254,7 @@ void RunAll(const std::vector<DeviceTasks>& devices, uint32_t threads,
       uint32_t next = 0;
       RunTasks({.tasks = first,
                 .task_count = static_cast<uint32_t>(count),
-                .shares = kernel == CopyKernel::kPlain ? device.shares : 1,
+                .slices = kernel == CopyKernel::kPlain ? device.slices : 1,
                 .next_task = &next,
                 .stored_sums = stored->data(),
                 .source_sums = source->data()},

@@ -1,4 +1,4 @@
-// One task of the copy kernel, as it lies in device memory: plain data, the same for nvcc and for
+// One task of a copy kernel, as it lies in device memory: plain data, the same for nvcc and for
 // the host's compiler.
 #ifndef REFITD_TRANSPORT_CUDA_COPY_TASK_H_
 #define REFITD_TRANSPORT_CUDA_COPY_TASK_H_
@@ -54,9 +54,9 @@ constexpr bool LiesApart(const CopyTask& task) {
   return all % bytes == 0;  // sizes are powers of two
 }
 
-// The kernels, each with tasks of its own: kApart those that lie apart, kPlain those without
-// digests, kRead those that store nothing, kRuns all others. The code of one would take registers
-// from another: a kernel for two of them loads fewer vectors at once, or spills.
+// Each task is for one kernel: kApart has those that lie apart; of the others, kPlain has those
+// without digests, kRead those that store nothing, kRuns the rest. The code of one kernel would
+// take registers from another: a kernel for two of them loads fewer vectors at once, or spills.
 enum class CopyKernel : uint8_t { kRuns, kRead, kPlain, kApart };
 inline constexpr int kCopyKernels = 4;
 
@@ -67,18 +67,19 @@ constexpr CopyKernel KernelOf(const CopyTask& task) {
   return task.destination == 0 ? CopyKernel::kRead : CopyKernel::kRuns;
 }
 
-// The least bytes of a share of a task: eight vectors for each thread of a block.
-inline constexpr uint32_t kShareBytes = 64 << 10;
+// The least bytes of a slice of a task: eight vectors for each thread of a block.
+inline constexpr uint32_t kSliceBytes = 64 << 10;
 
 // A kernel's launch argument.
 struct CopyLaunch {
   const CopyTask* tasks = nullptr;  // in device memory, aligned to 16 bytes
   uint32_t task_count = 0;
-  // kPlain: into how many shares a task is cut (CutShare in copy_code.h), each for one thread block
+  // kPlain: into how many slices a task is cut (CutSlice in copy_code.h), each for one thread block
   // at a time. Blocks that run at once then work close together in memory, which is faster.
-  uint32_t shares = 1;
-  uint32_t* next_task = nullptr;              // zero at the launch; blocks take tasks from it
-  unsigned long long* stored_sums = nullptr;  // where number 0 would be; zeroed before
+  uint32_t slices = 1;
+  uint32_t* next_task = nullptr;  // zero at the launch; blocks take tasks from it
+  // The address of sum 0, even if this device lacks it (SumRange); the sums are zeroed before.
+  unsigned long long* stored_sums = nullptr;
   unsigned long long* source_sums = nullptr;
 };
 

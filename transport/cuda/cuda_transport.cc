@@ -21,6 +21,7 @@
 #include "transport/cuda/buffers.h"
 #include "transport/cuda/call_watch.h"
 #include "transport/cuda/copy_plan.h"
+#include "transport/cuda/copy_task.h"
 #include "transport/cuda/device_queue.h"
 #include "transport/cuda/nccl/broadcast.h"
 #include "transport/cuda/plan_thread.h"
@@ -285,7 +286,7 @@ class CudaPrepared : public PreparedTransfer {
     planned_[static_cast<size_t>(verification)] = planned;
     return planned;
   }
-  // The plan; null: it was not made yet.
+  // Null: no plan was made yet.
   std::shared_ptr<Planned> Kept(Verification verification) const {
     MutexLock lock(&mutex_);
     return planned_[static_cast<size_t>(verification)];
@@ -382,7 +383,7 @@ class Run : public std::enable_shared_from_this<Run> {
     FinishOnce(status, /*ended=*/true);
   }
 
-  // Runs may be made under the caller's mutex, so that the sums are made later.
+  // Allocates the sums at the first result: a run may be constructed under its caller's mutex.
   void MakeSums() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!with_sums_ || !sums_.source.empty()) return;
     sums_.stored.resize(planned_->plan.sums.size());
@@ -526,7 +527,7 @@ class ShareJob : public DeviceJob {
     if (launch.task_count == 0) return absl::OkStatus();
     void* parameters[] = {&launch};
     const auto blocks = std::min(static_cast<unsigned>(std::max(most_blocks, 1)),
-                                 unsigned{launch.task_count * launch.shares});
+                                 unsigned{launch.task_count * launch.slices});
     const auto k = static_cast<size_t>(kernel);
     return REFITD_CUDA_CALL(streams.api, cuLaunchKernel, streams.kernels[k], blocks, 1, 1,
                             static_cast<unsigned>(kCopyThreads[k]), 1, 1, 0, streams.main,
@@ -540,7 +541,7 @@ class ShareJob : public DeviceJob {
     static_assert(kMaxDeviceTasks <= UINT32_MAX);
     REFITD_CHECK(part_.tasks->tasks.size() <= static_cast<size_t>(kMaxDeviceTasks));
     launch.task_count = static_cast<uint32_t>(part_.tasks->counts[static_cast<size_t>(kernel)]);
-    if (kernel == CopyKernel::kPlain) launch.shares = part_.tasks->shares;
+    if (kernel == CopyKernel::kPlain) launch.slices = part_.tasks->slices;
     // Each kernel has a counter of its own.
     static_assert(kCopyKernels * sizeof(uint32_t) <= kCounterBytes);
     launch.next_task =
@@ -722,7 +723,7 @@ class CudaReadback : public PreparedReadback {
     planned_ = planned;
     return planned;
   }
-  // The plan; null: it was not made yet.
+  // Null: no plan was made yet.
   std::shared_ptr<Planned> Kept() const {
     MutexLock lock(&mutex_);
     return planned_;
@@ -1198,8 +1199,8 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
            std::all_of(transfer.destinations.begin(), transfer.destinations.end(), all);
   }
 
-  // A kept plan needs no other thread. Work of a plan without parts would end on this thread, where
-  // the caller may not expect `done`.
+  // Whether the caller's thread may start the run: its plan is kept, and it has parts. Without
+  // parts `done` would be called on the caller's thread.
   static bool CanStart(const std::shared_ptr<Planned>& planned) {
     return planned != nullptr && !planned->parts.empty();
   }

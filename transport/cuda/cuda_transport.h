@@ -1,12 +1,13 @@
-// The cuda transport: copies between GPU memory of any mapped processes. A kernel on the source's
-// GPU copies; copy engines beside the kernel move large contiguous boxes.
+// The cuda transport: copies between GPU memory of any mapped processes. Kernels on the source's
+// GPU copy; copy engines beside them move large contiguous boxes.
 //
-// A transfer is planned into tasks for each source device (copy_plan.h). One kernel on each such
-// device runs the tasks in batches, stores directly into the destinations, on its own device or a
-// peer, and adds up digests (transport/digest/digest.h) of what it read by the source's metadata
-// and of what it stored. A prepared transfer keeps its tasks in device memory and is replayed by
-// one launch per device. A kernel runs on a destination's GPU only if that is the source's too, for
-// Submit(ReadbackJob), and if the source is host memory (the bytes of a call), which is rare.
+// A transfer is planned into tasks for each source device (copy_plan.h). The kernels of each such
+// device (CopyKernel) take the tasks, store directly into the destinations, on their own device or
+// a peer, and add up digests (transport/digest/digest.h) of what they read by the source's metadata
+// and of what they stored. A prepared transfer keeps its tasks in device memory; a replay launches
+// each kernel that has tasks, once on each device. A kernel runs on a destination's GPU only if
+// that is the source's too, for Submit(ReadbackJob), and if the source is host memory (the bytes of
+// a call), which is rare.
 //
 // A transfer with a broadcast has two steps: its source's bytes go into every slot (relay.h), then
 // from the slots into the destinations, by kernels on the destinations' devices.
@@ -15,8 +16,8 @@
 // may read host memory and write device memory; writing host memory from a device is UNIMPLEMENTED.
 //
 // Threads: for each device one issues work, in order of submission, and one waits for it; one
-// issues broadcasts (P7), and one waits for them; one plans, and one watches the calls of the
-// driver that planning makes.
+// issues broadcasts (P7), and one waits for them; one plans what has no kept plan, and one watches
+// the calls of the driver that planning makes.
 //
 // P4: this process loses its GPUs if an error destroys a context (illegal address, ECC), or if a
 // device or a call of the driver does not end within `limit` (DEADLINE_EXCEEDED, naming the

@@ -35,6 +35,7 @@
 #include "transport/cuda/api.h"
 #include "transport/cuda/buffers.h"
 #include "transport/cuda/copy_plan.h"
+#include "transport/cuda/copy_task.h"
 #include "transport/cuda/lost_context.h"
 
 namespace refitd {

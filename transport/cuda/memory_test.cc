@@ -85,7 +85,7 @@ TEST_CASE("devices are found by UUID, and an unknown one is answered with those 
                                                             Contains(memory->devices()[1].uuid));
 }
 
-TEST_CASE("contexts have no stack until kernels come that need one, whatever the driver says") {
+TEST_CASE("a context has no stack until NCCL needs one, and keeps it where the driver refuses") {
   FakeCuda fake;
   const bool refused = GENERATE(false, true);
   constexpr int kUnsupportedLimit = 215;
@@ -98,6 +98,12 @@ TEST_CASE("contexts have no stack until kernels come that need one, whatever the
   CHECK(fake.Count().small_stacks == (refused ? 0 : 1));
   const std::shared_ptr<CudaContexts> contexts =
       dynamic_cast<const CudaContextsOwner&>(*memory).contexts();
+  if (!refused) {
+    constexpr int kOutOfMemory = 2;
+    fake.FailAt("cuCtxSetLimit", 1, kOutOfMemory);
+    CHECK_FALSE(contexts->GetWithStack(0).ok());
+    CHECK(fake.Count().small_stacks == 1);
+  }
   for (int call = 0; call < 2; ++call) {
     REQUIRE(contexts->GetWithStack(0).ok());
     CHECK(fake.Count().small_stacks == 0);

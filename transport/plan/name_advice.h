@@ -7,10 +7,10 @@
 namespace refitd {
 
 // No engine knows the trainers' tensor.
-inline constexpr std::string_view kIfUnwanted =
+inline constexpr std::string_view kAdviceUnwanted =
     "if no engine wants it, list it in the group's unwanted_tensors";
 // No trainer has the engine's tensor.
-inline constexpr std::string_view kIfEngineOnly =
+inline constexpr std::string_view kAdviceEngineOnly =
     "if the engine keeps it itself, list it in the group's engine_only_tensors; if it shares "
     "another tensor's memory, register it with tied=";
 

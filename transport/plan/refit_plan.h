@@ -25,7 +25,7 @@ struct ReplicaFraction {
   uint64_t first = 0;
   uint64_t last = UINT64_MAX;
   bool Has(uint64_t hash) const { return first <= hash && hash <= last; }
-  bool Meets(const ReplicaFraction& other) const {
+  bool Overlaps(const ReplicaFraction& other) const {
     return first <= other.last && other.first <= last;
   }
   bool operator==(const ReplicaFraction&) const = default;

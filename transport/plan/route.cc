@@ -365,7 +365,7 @@ class Router {
       }
       if (MatchesAny(options_.unwanted_allowed, name)) continue;
       if (const std::string lacking = Lacking(t, instances); !lacking.empty()) {
-        return AboutTensor(Precondition("tensor {}: {}; {}", name, lacking, kIfUnwanted), name);
+        return AboutTensor(Precondition("tensor {}: {}; {}", name, lacking, kAdviceUnwanted), name);
       }
     }
     return absl::OkStatus();
@@ -681,7 +681,7 @@ class Router {
     const std::string& name = plan_.tensors[t].name;
     const std::string missing = FirstMissing(t);
     if (Exhausted()) return TooMuch(t);
-    return AboutTensor(Precondition("tensor {}: {}; {}", name, missing, kIfEngineOnly), name);
+    return AboutTensor(Precondition("tensor {}: {}; {}", name, missing, kAdviceEngineOnly), name);
   }
 
   // Names the first missing element of the first destination that lacks one.

@@ -729,15 +729,15 @@ class Trainer(Member):
 
         The caller has written the version into the shards before the call, or queued the work that writes it on the GPU, and may
         write the shards again once refit() has returned. refit() waits for all work of the device that was queued before the call,
-        on whatever stream, or for the streams that the caller names.
+        on whatever stream; with `streams`, only for those and for the current stream.
 
         Args:
             version: The new version, an integer from 0 to 2^63 - 1.
             duration_seconds: Of the whole update; None: the daemon's default.
             verification: "off", "transfer", "readback"; None: the daemon's default.
             evict_late: Whether instances that are late are evicted; else the update aborts.
-            streams: The streams (torch.cuda.Stream) with the work that writes the shards, so that other streams go on; None: all of the
-                device's.
+            streams: The streams (torch.cuda.Stream) with the work that writes the shards, so that other streams go on; None: all streams
+                of the device. Ignored on the host.
 
         Returns:
             What was moved, in how many seconds, and which instances committed.

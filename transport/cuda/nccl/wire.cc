@@ -172,7 +172,7 @@ class NcclCommunicator final : public WireCommunicator {
   // Called on the thread that makes ids.
   static void GiveUpId(Shared& shared, int device, const NcclUniqueId& id) {
     ++shared.abandoned;
-    const absl::StatusOr<CUcontext> context = shared.contexts->Get(device);
+    const absl::StatusOr<CUcontext> context = shared.contexts->GetWithStack(device);
     if (!context.ok()) return;
     refitd::StopListening(*shared.nccl, shared.contexts->api(), *context, id, kLastRank);
   }
@@ -404,7 +404,7 @@ class NcclCommunicator final : public WireCommunicator {
   void StopListening() {
     if (!listens_.has_value()) return;
     ++shared_->abandoned;
-    const absl::StatusOr<CUcontext> context = shared_->contexts->Get(device_);
+    const absl::StatusOr<CUcontext> context = shared_->contexts->GetWithStack(device_);
     if (!context.ok()) return;
     context_ = *context;
     const ScopedContext current(shared_->contexts->api(), context_);
