@@ -61,11 +61,8 @@ void Group::Impl::PumpUpdate() {
   if (update != nullptr) AssembleIfAllHere();
   if (update != nullptr) OpenDataIfReady();
   if (update != nullptr) {
-    // Replicas are compared while engines get ready, so that the pause holds no comparison. Only
-    // where every rank called Refit alone: no rank writes its shards after that call.
-    if (update->state == UpdateState::kPreparing && update->program.exists() && !CatchUpRuns() &&
-        update->push.all_in_one_call()) {
-      update->program.CompareIfDue();
+    if (update->state == UpdateState::kPreparing && update->push.all_in_one_call()) {
+      update->program.CompareIfDue();  // here, so that the engines' pause holds no comparison
     }
     if (update->state == UpdateState::kData || update->state == UpdateState::kSettling) {
       update->push.SendParts();

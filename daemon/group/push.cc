@@ -75,8 +75,8 @@ bool UpdatePush::all_committed() const {
 }
 
 bool UpdatePush::all_in_one_call() const {
-  return std::all_of(trainers_.begin(), trainers_.end(),
-                     [](const auto& t) { return t.second.one_call; });
+  return !trainers_.empty() && std::all_of(trainers_.begin(), trainers_.end(),
+                                           [](const auto& t) { return t.second.one_call; });
 }
 
 bool UpdatePush::AreOn(NodeId node) const {

@@ -161,7 +161,7 @@ class UpdatePush {
   // The rank has begun.
   TrainerProgress& Join(Member* member);
   bool all_committed() const;
-  // Whether every rank began the update by Refit alone.
+  // Whether there are ranks and each began the update by Refit alone: none writes its shards again.
   bool all_in_one_call() const;
   Membership::HasBegun BegunRanks() const {
     return [this](int rank) { return trainers_.contains(rank); };

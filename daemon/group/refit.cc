@@ -124,16 +124,12 @@ void Group::Impl::On(const RefitPlanned& e) { compiler.Take(e); }
 void Group::Impl::On(const CompareDone& e) {
   if (update == nullptr || update->id != e.update || !update->program.EndCompare()) return;
   if (update->state == UpdateState::kEnding) return;
-  if (!e.status.ok()) {
-    GiveUp why{Message(e.status), GiveUpClass::kTransfer, FailureOf(e.status)};
-    if (e.status.code() == absl::StatusCode::kDataLoss) why.kind = GiveUpClass::kVerification;
-    // What is wrong with the tensors will be wrong again.
-    if (e.status.code() == absl::StatusCode::kFailedPrecondition) {
-      why.begin_code = why.commit_code = e.status.code();
-    }
-    return Abandon(std::move(why));
-  }
-  update->program.NoteEqual();
+  if (e.status.ok()) return update->program.NoteEqual();
+  GiveUp why{Message(e.status), GiveUpClass::kTransfer, FailureOf(e.status)};
+  if (e.status.code() == absl::StatusCode::kDataLoss) why.kind = GiveUpClass::kVerification;
+  // What is wrong with the tensors will be wrong again.
+  if (absl::IsFailedPrecondition(e.status)) why.begin_code = why.commit_code = e.status.code();
+  Abandon(std::move(why));
 }
 
 void Group::Impl::On(const RefitDone& e) {

@@ -99,7 +99,8 @@ class UpdateProgram {
     if (exists()) compiled_->covers = participants_.shared_catalog();
   }
 
-  // Compares what has to be compared, once. The sources hold the version already and keep it.
+  // Compares what has to be compared, once, if there is a program. The sources hold the version
+  // already and keep it.
   void CompareIfDue();
   // Every trainer rank has committed and every part has started: compares, and then runs the
   // program, after `last`, in the order of collectives.
