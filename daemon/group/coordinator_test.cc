@@ -1461,40 +1461,6 @@ struct RunningRefit : Fixture {
   UpdateId id;
 };
 
-TEST_CASE("an update that is given up while a daemon compares replicas does not wait for it (P4)") {
-  Fixture f;
-  constexpr MemberId kRemoteTrainer{3};
-  constexpr CallId kOperator{30};
-  const std::vector<TensorSpec> model = {Bytes("t", 100)};
-  f.Report(PeerAttach{kRemoteTrainer, TrainerIdentity{0, 1, 100, {}, ""}});
-  EngineIdentity engine;
-  engine.instance = "i";
-  f.Report(PeerAttach{kRemoteEngine, engine});
-  for (const MemberId member : {kRemoteTrainer, kRemoteEngine}) {
-    f.Report(PeerLayout{member, LayoutOf(model)});
-  }
-  RefitEvent refit;
-  refit.call = CallId(5);
-  refit.member = kRemoteTrainer;
-  refit.version = Version(1);
-  f.Report(PeerCall{refit});
-  const PlanRefit compile = f.Local<PlanRefit>().at(0);
-  auto plan = std::make_shared<RefitPlan>();
-  plan->routes.tensors = model;
-  plan->content = ContentOf(compile.sources, compile.destinations, compile.options);
-  f.Do(GroupEvent(RefitPlanned{compile.program, absl::OkStatus(), plan}));
-  const UpdateId id = f.Sent<PeerPrepare>().at(0).update;
-  f.Report(PeerProgramBuilt{id, absl::OkStatus(), 0, {}});
-  REQUIRE(f.Sent<StartCompare>().size() == 1);
-  f.Forget();
-  f.Do(GroupEvent(OperatorAbort{kOperator, "enough"}));
-  REQUIRE_FALSE(f.Local<Reply>().empty());
-  CHECK(f.Local<Reply>()[0].call == kOperator);
-  f.Wait(GroupLimits().cleanup_limit + std::chrono::milliseconds(1));
-  CHECK(f.Local<DropNode>().empty());
-  f.Report(CompareDone{id, absl::OkStatus(), {}});  // late, and of no update
-}
-
 TEST_CASE("a refit goes on from the first step that a survivor lacks") {
   RunningRefit f;
   f.Do(NodeLost{kThird, "it died"});

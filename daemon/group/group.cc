@@ -62,7 +62,7 @@ void Group::Impl::PumpUpdate() {
   if (update != nullptr) OpenDataIfReady();
   if (update != nullptr) {
     if (update->state == UpdateState::kPreparing && update->push.all_in_one_call()) {
-      update->program.CompareIfDue();  // here, so that the engines' pause holds no comparison
+      update->program.CompareEarly();  // here, so that the engines' pause holds no comparison
     }
     if (update->state == UpdateState::kData || update->state == UpdateState::kSettling) {
       update->push.SendParts();

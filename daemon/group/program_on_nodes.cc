@@ -291,11 +291,6 @@ void ProgramOnNodes::Abandon(const Around& around) {
     shares_.SetStatus(absl::CancelledError("the update was given up"));
   }
   CompareIfAgreed(around);
-  // P4: a comparison writes nothing, and every daemon keeps what it reads until it has read it, so
-  // nothing waits for other daemons here.
-  if (std::erase_if(comparing_, [](NodeId node) { return node != kCoordinatorNode; }) == 0) return;
-  if (compared_.ok()) compared_ = absl::CancelledError("the update was given up");
-  CompleteCompareIfEnded(around);
 }
 
 void ProgramOnNodes::LoseNode(NodeId node, const absl::Status& why, const Around& around) {

@@ -53,7 +53,7 @@ void UpdateProgram::TouchSources(int by) {
 // Before the program runs, ranks that hold the same elements are compared: all such boxes on the
 // first version after a registration, a share of them on each later version.
 void UpdateProgram::CompareIfDue() {
-  if (!exists() || phase_ != Phase::kNone) return;
+  if (phase_ != Phase::kNone) return;
   if (const std::optional<ReplicaFraction> part = PartToCompare(); !part.has_value()) {
     phase_ = Phase::kCompared;
   } else {
@@ -62,6 +62,10 @@ void UpdateProgram::CompareIfDue() {
     out_.Do(StartCompare{update_.id, *part});
     out_.Changed();
   }
+}
+
+void UpdateProgram::CompareEarly() {
+  if (exists() && PartToCompare() != std::optional(ReplicaFraction())) CompareIfDue();
 }
 
 // The program runs after every part, so that collectives have one order (P7).

@@ -99,9 +99,10 @@ class UpdateProgram {
     if (exists()) compiled_->covers = participants_.shared_catalog();
   }
 
-  // Compares what has to be compared, once, if there is a program. The sources hold the version
-  // already and keep it.
-  void CompareIfDue();
+  // Compares a share of the replicas, or finds that nothing has to be compared, while engines get
+  // ready. The sources hold the version already and keep it. A comparison of all would take long,
+  // and an update that is given up waits for its end (P6).
+  void CompareEarly();
   // Every trainer rank has committed and every part has started: compares, and then runs the
   // program, after `last`, in the order of collectives.
   void RunIfDue(PartSeq last, bool data_plane_up);
@@ -127,6 +128,7 @@ class UpdateProgram {
   enum class Phase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };
 
   bool LeavesOut(std::string_view tensor) const;
+  void CompareIfDue();
   void TouchSources(int by);
   std::vector<std::shared_ptr<const Layout>> SourceLayouts() const;
   std::vector<std::pair<MemberId, uint64_t>> DestinationBindings() const;
