@@ -162,7 +162,7 @@ std::function<void(absl::Status)> DoneOf(refit_done done, void* argument) {
   };
 }
 
-// What the packer packed, in `slot`, which is emptied; null: with the bytes themselves.
+// Returns the packer's bucket. It takes the slot out of `slot`; null: the bucket carries the bytes.
 absl::StatusOr<client::Bucket> PackedBucket(const client::Packer& packer, refit_slot* slot) {
   client::Bucket bucket;
   if (slot != nullptr) bucket.slot = std::move(slot->slot);

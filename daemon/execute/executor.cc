@@ -667,14 +667,12 @@ absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMo
 }
 
 absl::Status Executor::Bind(Transport* transport, Moves* moves) {
-  if (moves->replicas == nullptr) {
-    std::vector<HeldReplica> replicas;
-    if (moves->start.step == MoveStep::kCompare) {
-      REFITD_ASSIGN_OR_RETURN(replicas, FindReplicas(*moves->start.bound));
-    }
+  if (moves->start.step == MoveStep::kCompare && moves->replicas == nullptr) {
+    REFITD_ASSIGN_OR_RETURN(std::vector<HeldReplica> replicas, FindReplicas(*moves->start.bound));
     moves->replicas = std::make_shared<const std::vector<HeldReplica>>(std::move(replicas));
   }
-  REFITD_ASSIGN_OR_RETURN(BoundStep bound, BindStep(moves->start, moves->memory, *moves->replicas));
+  REFITD_ASSIGN_OR_RETURN(BoundStep bound,
+                          BindStep(moves->start, moves->memory, moves->replicas.get()));
   auto prepared = std::make_shared<Prepared>();
   prepared->originals = std::move(bound.originals);
   prepared->sections = std::move(bound.sections);
@@ -710,10 +708,9 @@ void Executor::TakeKept(Moves* moves) const {
     moves->memory = {};  // the transfer holds it
     return;
   }
+  if (start.step != MoveStep::kCompare) return;
   for (const KeptReplicas& kept : kept_replicas_) {
-    if (start.step == MoveStep::kCompare && kept.bound.lock() == start.bound) {
-      moves->replicas = kept.replicas;
-    }
+    if (kept.bound.lock() == start.bound) moves->replicas = kept.replicas;
   }
 }
 

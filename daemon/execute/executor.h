@@ -164,7 +164,7 @@ class Executor {
     bool Serves(const StartMoves& start) const;
   };
 
-  // Where a bound program's replicas lie.
+  // The pieces that hold a bound program's replicas.
   struct KeptReplicas {
     std::weak_ptr<const BoundProgram> bound;
     std::shared_ptr<const std::vector<HeldReplica>> replicas;

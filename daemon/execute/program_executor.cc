@@ -111,7 +111,7 @@ absl::StatusOr<PiecePair> Pair(const Layout& compiled, const Layout& in_force, u
 class Binder {
  public:
   Binder(const StartMoves& start, const ProgramMemory& memory,
-         const std::vector<HeldReplica>& replicas)
+         const std::vector<HeldReplica>* replicas)
       : start_(start),
         bound_(*start.bound),
         program_(*start.bound->program),
@@ -397,7 +397,7 @@ class Binder {
   absl::Status BindCompare() {
     result_.transfer.want_source_digests = true;
     std::vector<const HeldReplica*> held;
-    for (const HeldReplica& replica : InPart(replicas_, start_.part)) held.push_back(&replica);
+    for (const HeldReplica& replica : InPart(*replicas_, start_.part)) held.push_back(&replica);
     // The digests travel in the order of the shares.
     std::sort(held.begin(), held.end(),
               [](const HeldReplica* a, const HeldReplica* b) { return a->share < b->share; });
@@ -418,7 +418,7 @@ class Binder {
   const BoundProgram& bound_;
   const NodeProgram& program_;
   const ProgramMemory& memory_;
-  const std::vector<HeldReplica>& replicas_;
+  const std::vector<HeldReplica>* const replicas_;
   BoundStep result_;
   PlacedPieces known_sources_;
   PlacedPieces known_destinations_;
@@ -585,7 +585,7 @@ absl::StatusOr<std::vector<HeldReplica>> FindReplicas(const BoundProgram& bound)
 }
 
 absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory,
-                                   const std::vector<HeldReplica>& replicas) {
+                                   const std::vector<HeldReplica>* replicas) {
   REFITD_RETURN_IF_ERROR(CheckOverlap(memory.places));
   return Binder(start, memory, replicas).Run();
 }

@@ -84,12 +84,12 @@ struct BoundStep {
 absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const MemoryResolver& memory,
                                             const std::vector<HeldReplica>* replicas = nullptr);
 
-// `replicas`: from FindReplicas; only a comparison reads them. FAILED_PRECONDITION: a layout in
+// `replicas`: from FindReplicas; null but for a comparison. FAILED_PRECONDITION: a layout in
 // force has another structure than the program's, or members' memory overlaps (CheckOverlap of
 // memory.places). INVALID_ARGUMENT: a round that the program does not have, or a slot that is too
 // small. INTERNAL: a piece outside its region.
 absl::StatusOr<BoundStep> BindStep(const StartMoves& start, const ProgramMemory& memory,
-                                   const std::vector<HeldReplica>& replicas = {});
+                                   const std::vector<HeldReplica>* replicas = nullptr);
 
 }  // namespace refitd
 

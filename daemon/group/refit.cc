@@ -127,7 +127,7 @@ void Group::Impl::On(const CompareDone& e) {
   if (e.status.ok()) return update->program.NoteEqual();
   GiveUp why{Message(e.status), GiveUpClass::kTransfer, FailureOf(e.status)};
   if (e.status.code() == absl::StatusCode::kDataLoss) why.kind = GiveUpClass::kVerification;
-  // What is wrong with the tensors will be wrong again.
+  // Another attempt would find the same fault in the tensors.
   if (absl::IsFailedPrecondition(e.status)) why.begin_code = why.commit_code = e.status.code();
   Abandon(std::move(why));
 }

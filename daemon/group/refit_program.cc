@@ -52,9 +52,8 @@ void UpdateProgram::TouchSources(int by) {
 
 // Before the program runs, ranks that hold the same elements are compared: all such boxes on the
 // first version after a registration, a share of them on each later version.
-void UpdateProgram::CompareIfDue() {
-  if (phase_ != Phase::kNone) return;
-  if (const std::optional<ReplicaFraction> part = PartToCompare(); !part.has_value()) {
+void UpdateProgram::Compare(const std::optional<ReplicaFraction>& part) {
+  if (!part.has_value()) {
     phase_ = Phase::kCompared;
   } else {
     phase_ = Phase::kComparing;
@@ -65,12 +64,14 @@ void UpdateProgram::CompareIfDue() {
 }
 
 void UpdateProgram::CompareEarly() {
-  if (exists() && PartToCompare() != std::optional(ReplicaFraction())) CompareIfDue();
+  if (!exists() || phase_ != Phase::kNone) return;
+  const std::optional<ReplicaFraction> part = PartToCompare();
+  if (part != std::optional(ReplicaFraction())) Compare(part);
 }
 
 // The program runs after every part, so that collectives have one order (P7).
 void UpdateProgram::RunIfDue(PartSeq last, bool data_plane_up) {
-  CompareIfDue();
+  if (phase_ == Phase::kNone) Compare(PartToCompare());
   if (phase_ != Phase::kCompared || !data_plane_up || !TakeSlots()) return;
   destinations_ = participants_.Destinations();
   for (const uint32_t d : destinations_) {

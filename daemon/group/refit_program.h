@@ -128,7 +128,7 @@ class UpdateProgram {
   enum class Phase : uint8_t { kNone, kComparing, kCompared, kRunning, kDone };
 
   bool LeavesOut(std::string_view tensor) const;
-  void CompareIfDue();
+  void Compare(const std::optional<ReplicaFraction>& part);
   void TouchSources(int by);
   std::vector<std::shared_ptr<const Layout>> SourceLayouts() const;
   std::vector<std::pair<MemberId, uint64_t>> DestinationBindings() const;

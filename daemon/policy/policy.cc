@@ -273,8 +273,8 @@ const PolicyRule* Policy::Find(const Principal& caller, Role role, std::string_v
   const bool of_another = (counts && !owns) || (named && !is_named);
   for (const PolicyRule& rule : rules_) {
     if (!MatchesGroup(rule.group, group) || !MatchesPrincipal(rule.who, caller)) continue;
-    // Where a rule names the owner, an implied rule (allowed_uids, allowed_gids, listen.insecure)
-    // makes no other identity a trainer.
+    // An implied rule (allowed_uids, allowed_gids, listen.insecure) makes no other identity a
+    // trainer of a group whose owner a rule names.
     const bool any_owner = rule.any_owner && !(named && rule.implied);
     const bool trainer = HasRole(rule, Role::kTrainer) && (any_owner || !of_another);
     if (role == Role::kTrainer ? trainer : HasRole(rule, role)) return &rule;

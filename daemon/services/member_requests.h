@@ -1,5 +1,6 @@
-// What only a member's own daemon reads of its requests, checked and turned into values (P10): the
-// hello, the lease and a bucket. daemon/link/trainer_messages.h has a trainer's other calls.
+// These functions check the parts of a member's requests that only its own daemon reads (the hello,
+// the lease, a bucket), and turn them into values (P10). daemon/link/trainer_messages.h has a
+// trainer's other calls.
 //
 // Pure functions, thread-safe. Errors name field and value.
 #ifndef REFITD_DAEMON_SERVICES_MEMBER_REQUESTS_H_

@@ -332,9 +332,9 @@ double Step(MoveStep step, const std::shared_ptr<const BoundProgram>& bound,
   StartMoves moves;
   moves.step = step;
   moves.bound = bound;
-  const BoundStep made = Must(BindStep(
-      moves, memory,
-      step == MoveStep::kCompare ? Must(FindReplicas(*bound)) : std::vector<HeldReplica>()));
+  std::vector<HeldReplica> replicas;
+  if (step == MoveStep::kCompare) replicas = Must(FindReplicas(*bound));
+  const BoundStep made = Must(BindStep(moves, memory, &replicas));
   Must(
       PlanCopies(made.transfer, Verification::kOff, addresses, {.engine_bytes = int64_t{2} << 20}));
   return Now() - start;

@@ -300,14 +300,12 @@ SumRange RangeOf(const std::vector<CopyTask>& tasks, uint32_t CopyTask::*sum) {
 // Returns how many slices of kSliceBytes a plain task of mean size has. For copies within a device
 // only; over links slices gain nothing.
 uint32_t SlicesOf(const DeviceTasks& device) {
-  int64_t tasks = 0;
+  const auto count = static_cast<int64_t>(device.counts[static_cast<size_t>(CopyKernel::kPlain)]);
   int64_t bytes = 0;
   for (const CopyTask& task : device.tasks) {
-    if (KernelOf(task) != CopyKernel::kPlain) continue;
-    ++tasks;
-    bytes += TaskBytes(task);
+    if (KernelOf(task) == CopyKernel::kPlain) bytes += TaskBytes(task);
   }
-  const int64_t slices = bytes / std::max<int64_t>(tasks, 1) / int64_t{kSliceBytes};
+  const int64_t slices = bytes / std::max<int64_t>(count, 1) / int64_t{kSliceBytes};
   return static_cast<uint32_t>(std::clamp<int64_t>(slices, 1, kMostSlices));
 }
 
@@ -706,8 +704,16 @@ class CopyPlanner {
 std::array<size_t, kCopyKernels> SortByKernel(std::vector<CopyTask>* tasks) {
   std::array<size_t, kCopyKernels> counts{};
   for (const CopyTask& task : *tasks) ++counts[static_cast<size_t>(KernelOf(task))];
-  std::stable_sort(tasks->begin(), tasks->end(),
-                   [](const CopyTask& a, const CopyTask& b) { return KernelOf(a) < KernelOf(b); });
+  auto begin = tasks->begin();
+  for (int k = 0; k < kCopyKernels; ++k) {
+    const auto count = static_cast<std::ptrdiff_t>(counts[static_cast<size_t>(k)]);
+    if (count > 0 && count < tasks->end() - begin) {
+      std::stable_partition(begin, tasks->end(), [k](const CopyTask& task) {
+        return KernelOf(task) == static_cast<CopyKernel>(k);
+      });
+    }
+    begin += count;
+  }
   return counts;
 }
 

@@ -265,6 +265,34 @@ class Addresses : public CopyAddresses {
   std::map<std::tuple<int, const char*, int64_t>, uint64_t> scratch_;
 };
 
+// A plan that is made once. Thread-safe.
+class KeptPlan {
+ public:
+  // Returns the plan; `make` makes it the first time, while other callers wait for it.
+  absl::StatusOr<std::shared_ptr<Planned>> Get(
+      Engine* engine, const std::function<absl::StatusOr<CudaCopyPlan>(CopyAddresses*)>& make) {
+    MutexLock lock(&making_);
+    if (std::shared_ptr<Planned> kept = Kept(); kept != nullptr) return kept;
+    auto planned = std::make_shared<Planned>();
+    Addresses addresses(engine, planned.get());
+    REFITD_ASSIGN_OR_RETURN(planned->plan, make(&addresses));
+    planned->MakeParts();
+    MutexLock made(&mutex_);
+    planned_ = planned;
+    return planned;
+  }
+  // Null: no plan was made yet. Does not wait for `make`.
+  std::shared_ptr<Planned> Kept() const {
+    MutexLock lock(&mutex_);
+    return planned_;
+  }
+
+ private:
+  Mutex making_ ABSL_ACQUIRED_BEFORE(mutex_);
+  mutable Mutex mutex_;
+  std::shared_ptr<Planned> planned_ ABSL_GUARDED_BY(mutex_);
+};
+
 // A transfer that touches device memory. It is planned for a verification when that verification is
 // first asked for.
 class CudaPrepared : public PreparedTransfer {
@@ -272,32 +300,20 @@ class CudaPrepared : public PreparedTransfer {
   explicit CudaPrepared(Transfer of) : transfer(std::move(of)) {}
 
   absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine, Verification verification) const {
-    MutexLock lock(&planning_);  // held, so that other runs wait for the plan
-    if (std::shared_ptr<Planned> kept = Kept(verification); kept != nullptr) return kept;
-    auto planned = std::make_shared<Planned>();
-    Addresses addresses(engine, planned.get());
-    CopyPlanOptions options;
-    if (engine->has_batches()) options.engine_bytes = engine->options().engine_bytes;
-    absl::StatusOr<CudaCopyPlan> plan = PlanCopies(transfer, verification, &addresses, options);
-    if (!plan.ok()) return plan.status();
-    planned->plan = *std::move(plan);
-    planned->MakeParts();
-    MutexLock made(&mutex_);
-    planned_[static_cast<size_t>(verification)] = planned;
-    return planned;
+    return plans_[static_cast<size_t>(verification)].Get(engine, [&](CopyAddresses* addresses) {
+      CopyPlanOptions options;
+      if (engine->has_batches()) options.engine_bytes = engine->options().engine_bytes;
+      return PlanCopies(transfer, verification, addresses, options);
+    });
   }
-  // Null: no plan was made yet.
   std::shared_ptr<Planned> Kept(Verification verification) const {
-    MutexLock lock(&mutex_);
-    return planned_[static_cast<size_t>(verification)];
+    return plans_[static_cast<size_t>(verification)].Kept();
   }
 
   const Transfer transfer;
 
  private:
-  mutable Mutex planning_ ABSL_ACQUIRED_BEFORE(mutex_);
-  mutable Mutex mutex_;
-  mutable std::array<std::shared_ptr<Planned>, 4> planned_ ABSL_GUARDED_BY(mutex_);
+  mutable std::array<KeptPlan, 4> plans_;  // by verification
 };
 
 // A transfer whose pieces are all in host memory.
@@ -711,23 +727,10 @@ class CudaReadback : public PreparedReadback {
         host(std::move(host)) {}
 
   absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine) const {
-    MutexLock lock(&planning_);  // held, so that other runs wait for the plan
-    if (std::shared_ptr<Planned> kept = Kept(); kept != nullptr) return kept;
-    auto planned = std::make_shared<Planned>();
-    Addresses addresses(engine, planned.get());
-    absl::StatusOr<CudaCopyPlan> plan = PlanReadback(job, &addresses);
-    if (!plan.ok()) return plan.status();
-    planned->plan = *std::move(plan);
-    planned->MakeParts();
-    MutexLock made(&mutex_);
-    planned_ = planned;
-    return planned;
+    return plan_.Get(engine,
+                     [this](CopyAddresses* addresses) { return PlanReadback(job, addresses); });
   }
-  // Null: no plan was made yet.
-  std::shared_ptr<Planned> Kept() const {
-    MutexLock lock(&mutex_);
-    return planned_;
-  }
+  std::shared_ptr<Planned> Kept() const { return plan_.Kept(); }
 
   // Returns the entries of `all` at these indices.
   static std::vector<uint64_t> Pick(const std::vector<uint64_t>& all,
@@ -744,9 +747,7 @@ class CudaReadback : public PreparedReadback {
   const std::shared_ptr<const PreparedReadback> host;
 
  private:
-  mutable Mutex planning_ ABSL_ACQUIRED_BEFORE(mutex_);
-  mutable Mutex mutex_;
-  mutable std::shared_ptr<Planned> planned_ ABSL_GUARDED_BY(mutex_);
+  mutable KeptPlan plan_;
 };
 
 struct ReadbackCall {
