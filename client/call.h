@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "client/watch.h"
 #include "proto/grpc_status.h"
 #include "transport/base/ids.h"
 #include "transport/base/mutex.h"
@@ -105,7 +106,7 @@ absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Resp
   const TimePoint limit = deadline + kCleanupLimit;
   MutexLock lock(&answer->mutex);
   while (!answer->done) {
-    if (answer->cond.WaitUntil(&answer->mutex, limit) || answer->done) continue;
+    if (WaitWatched(&answer->cond, &answer->mutex, limit) || answer->done) continue;
     context->TryCancel();
     return Error(absl::StatusCode::kDeadlineExceeded, "{}: no answer from the daemon", what);
   }

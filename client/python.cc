@@ -3,12 +3,15 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "client/dlpack.h"
+#include "client/watch.h"
 #include "transport/base/errors.h"
 #include "transport/base/status.h"
 
@@ -34,9 +37,11 @@ struct PythonFunctions {
   void (*inc_ref)(void*);
   void (*dec_ref)(void*);
   void (*clear_error)();
-  void* (*bool_from)(long);  // NOLINT(google-runtime-int): Python's own type
+  void* (*bool_from)(long);     // NOLINT(google-runtime-int): Python's own type
+  void* (*integer_from)(long);  // NOLINT(google-runtime-int)
   int (*is_true)(void*);
   long long (*integer)(void*);  // NOLINT(google-runtime-int)
+  void* (*pointer)(void*);
   const char* (*utf8)(void*, intptr_t*);
   void* (*type_of)(void*);
   void* (*call)(void*, ...);
@@ -46,6 +51,23 @@ struct PythonFunctions {
   void* (*dict_get)(void* dict, void* key);  // a borrowed reference
   intptr_t (*dict_size)(void* dict);
   int (*dict_next)(void* dict, intptr_t* position, void** key, void** value);  // borrowed too
+  void* (*save_thread)();         // lets the interpreter lock go
+  void (*restore_thread)(void*);  // takes it again
+  int (*check_signals)();         // runs handlers; not 0: one of them raised
+  void (*fetch_error)(void** type, void** value, void** trace);
+  void (*restore_error)(void* type, void* value, void* trace);  // takes the references
+};
+
+// PyDict_WatchCallback: called before a dict changes.
+using DictCallback = int(int event, void* dict, void* key, void* value);
+
+// Functions of Python 3.12 and later; null in others.
+struct DictWatching {
+  int (*add)(DictCallback*) = nullptr;  // returns the watcher's number, or -1
+  int (*watch)(int watcher, void* dict) = nullptr;
+  int held = -1;        // the watcher of dicts of which all entries count
+  int attributes = -1;  // of dicts of modules' attributes
+  bool tried = false;
 };
 
 struct State {
@@ -53,6 +75,8 @@ struct State {
   PythonFunctions py{};
   refit_python tensors{};
   std::vector<void*> types;  // plain tensors' types
+  DictWatching watching;
+  int64_t changes = 0;  // of dicts that are watched
 };
 
 State& Global() {
@@ -76,8 +100,10 @@ absl::StatusOr<PythonFunctions> FindFunctions() {
   REFITD_RETURN_IF_ERROR(Find("Py_DecRef", &py.dec_ref));
   REFITD_RETURN_IF_ERROR(Find("PyErr_Clear", &py.clear_error));
   REFITD_RETURN_IF_ERROR(Find("PyBool_FromLong", &py.bool_from));
+  REFITD_RETURN_IF_ERROR(Find("PyLong_FromLong", &py.integer_from));
   REFITD_RETURN_IF_ERROR(Find("PyObject_IsTrue", &py.is_true));
   REFITD_RETURN_IF_ERROR(Find("PyLong_AsLongLong", &py.integer));
+  REFITD_RETURN_IF_ERROR(Find("PyLong_AsVoidPtr", &py.pointer));
   REFITD_RETURN_IF_ERROR(Find("PyUnicode_AsUTF8AndSize", &py.utf8));
   REFITD_RETURN_IF_ERROR(Find("PyObject_Type", &py.type_of));
   REFITD_RETURN_IF_ERROR(Find("PyObject_CallFunctionObjArgs", &py.call));
@@ -87,7 +113,20 @@ absl::StatusOr<PythonFunctions> FindFunctions() {
   REFITD_RETURN_IF_ERROR(Find("PyDict_GetItemWithError", &py.dict_get));
   REFITD_RETURN_IF_ERROR(Find("PyDict_Size", &py.dict_size));
   REFITD_RETURN_IF_ERROR(Find("PyDict_Next", &py.dict_next));
+  REFITD_RETURN_IF_ERROR(Find("PyEval_SaveThread", &py.save_thread));
+  REFITD_RETURN_IF_ERROR(Find("PyEval_RestoreThread", &py.restore_thread));
+  REFITD_RETURN_IF_ERROR(Find("PyErr_CheckSignals", &py.check_signals));
+  REFITD_RETURN_IF_ERROR(Find("PyErr_Fetch", &py.fetch_error));
+  REFITD_RETURN_IF_ERROR(Find("PyErr_Restore", &py.restore_error));
   return py;
+}
+
+// Finds Python's functions, once.
+absl::Status UseFunctions() {
+  State& state = Global();
+  if (state.py.restore_error != nullptr) return absl::OkStatus();
+  REFITD_ASSIGN_OR_RETURN(state.py, FindFunctions());
+  return absl::OkStatus();
 }
 
 bool Failed() {
@@ -204,6 +243,102 @@ void* Push(void* self, void* const* arguments, intptr_t count) {
 
 MethodDef push_method = {"push", &Push, kFastCall, nullptr};
 
+// The exception that is set, kept apart.
+class Exception {
+ public:
+  ~Exception() { Drop(); }
+  bool kept() const { return type_ != nullptr; }
+  // Takes the exception that is set, in place of the one before.
+  void Keep() {
+    Drop();
+    Global().py.fetch_error(&type_, &value_, &trace_);
+  }
+  // Sets the exception again.
+  void Restore() {
+    Global().py.restore_error(std::exchange(type_, nullptr), std::exchange(value_, nullptr),
+                              std::exchange(trace_, nullptr));
+  }
+
+ private:
+  void Drop() {
+    for (void** part : {&type_, &value_, &trace_}) {
+      if (*part != nullptr) Global().py.dec_ref(std::exchange(*part, nullptr));
+    }
+  }
+  void* type_ = nullptr;
+  void* value_ = nullptr;
+  void* trace_ = nullptr;
+};
+
+// A call of this library by Python's main thread. The call holds no interpreter lock; signal
+// handlers run while it waits. After a handler raised, the call is cancelled again and again,
+// because there may be nothing to cancel yet, and given up after kCancelled.
+class Interruptible {
+ public:
+  explicit Interruptible(void* cancel) : cancel_(cancel) {}
+
+  int32_t Call(WatchedFunction* function, void* const* arguments) {
+    thread_ = Global().py.save_thread();
+    int32_t status = 0;
+    {
+      const Watch watch([this] { return Look(); });
+      status = function(arguments[0], arguments[1], arguments[2]);
+    }
+    Global().py.restore_thread(thread_);
+    return status;
+  }
+  Exception& raised() { return raised_; }
+
+ private:
+  static constexpr std::chrono::seconds kCancelled{5};
+
+  bool Look() {
+    const PythonFunctions& py = Global().py;
+    py.restore_thread(thread_);
+    const bool go_on = raised_.kept() || py.check_signals() != 0 ? Cancel() : true;
+    thread_ = py.save_thread();
+    return go_on;
+  }
+
+  bool Cancel() {
+    const PythonFunctions& py = Global().py;
+    const auto now = std::chrono::steady_clock::now();
+    if (!raised_.kept()) {
+      raised_.Keep();
+      give_up_ = now + kCancelled;
+    }
+    void* answer = py.call(cancel_, nullptr);
+    if (answer == nullptr) {  // interrupted once more
+      raised_.Keep();
+      return false;
+    }
+    py.dec_ref(answer);
+    return now < give_up_;
+  }
+
+  void* const cancel_;
+  void* thread_ = nullptr;
+  Exception raised_;
+  std::chrono::steady_clock::time_point give_up_;
+};
+
+constexpr char kFunction[] = "refitd.function";
+
+void* CallWatched(void* self, void* const* arguments, intptr_t count) {
+  const PythonFunctions& py = Global().py;
+  auto* function = reinterpret_cast<WatchedFunction*>(py.capsule_pointer(self, kFunction));
+  if (function == nullptr || count != 4) return py.integer_from(REFIT_INTERNAL);
+  void* pointers[3] = {};
+  for (int i = 0; i < 3; ++i) pointers[i] = py.pointer(arguments[1 + i]);
+  Interruptible call(arguments[0]);
+  const int32_t status = call.Call(function, pointers);
+  if (!call.raised().kept()) return py.integer_from(status);
+  call.raised().Restore();
+  return nullptr;
+}
+
+MethodDef watched_method = {"call", &CallWatched, kFastCall, nullptr};
+
 // Asks the processor for memory that will be read soon. Any address will do, because nothing is
 // read at it.
 void Prefetch(const void* address) {
@@ -246,66 +381,50 @@ bool AddressOf(void* tensor, int64_t* address) {
   return true;
 }
 
-// Puts a number into a mark, so that marks of different sequences of numbers differ.
-uint64_t Mix(uint64_t mark, uint64_t number) {
-  mark = (mark ^ number) * 0x9E3779B97F4A7C15u;
+// Puts two numbers into a mark, so that marks of different sequences of numbers differ.
+uint64_t Mix(uint64_t mark, int64_t first, int64_t second) {
+  mark ^= static_cast<uint64_t>(first) * 0xD6E8FEB86659FD93u +
+          static_cast<uint64_t>(second) * 0xA0761D6478BD642Fu;
+  mark *= 0x9E3779B97F4A7C15u;
   return mark ^ (mark >> 29);
 }
 
-// What a mark is made of.
-struct Seen {
-  int64_t address = 0;
-  int64_t type = 0;
-  int64_t dim_count = 0;
-  const int64_t* sizes = nullptr;
-  const int64_t* strides = nullptr;
-};
+// The mark of a tensor's address, element type, shape and strides.
+uint64_t MarkFrom(int64_t address, int64_t type, int64_t dim_count, const int64_t* sizes,
+                  const int64_t* strides) {
+  uint64_t mark = Mix(1, address, type << 8 | dim_count);
+  for (int64_t d = 0; d < dim_count; ++d) mark = Mix(mark, sizes[d], strides[d]);
+  return mark | 1;
+}
 
-// Reads a tensor by torch's own C functions.
-bool SeeByFunctions(void* tensor, Seen* seen) {
-  const refit_python& tensors = Global().tensors;
+uint64_t MarkByFunctions(const refit_python& tensors, void* tensor) {
   void* handle = static_cast<char*>(tensor) + tensors.implementation_at;
+  void* address = nullptr;
   int32_t type = 0;
+  int64_t dim_count = 0;
   int64_t* sizes = nullptr;
   int64_t* strides = nullptr;
-  if (!AddressOf(tensor, &seen->address) || tensors.get_dtype(handle, &type) != 0 ||
-      tensors.get_dim(handle, &seen->dim_count) != 0 || tensors.get_sizes(handle, &sizes) != 0 ||
-      tensors.get_strides(handle, &strides) != 0) {
-    return false;
-  }
-  seen->type = type;
-  seen->sizes = sizes;
-  seen->strides = strides;
-  return true;
+  const bool seen =
+      tensors.get_address(handle, &address) == 0 && tensors.get_dtype(handle, &type) == 0 &&
+      tensors.get_dim(handle, &dim_count) == 0 && tensors.get_sizes(handle, &sizes) == 0 &&
+      tensors.get_strides(handle, &strides) == 0;
+  return seen ? MarkFrom(reinterpret_cast<intptr_t>(address), type, dim_count, sizes, strides) : 0;
 }
 
-// Reads a tensor by the table. `shown` keeps what `seen` points to.
-bool SeeByTable(void* tensor, DlpackTensor* shown, Seen* seen) {
-  if (!Show(tensor, shown) || shown->strides == nullptr) return false;
-  seen->address =
-      reinterpret_cast<intptr_t>(shown->data) + static_cast<int64_t>(shown->byte_offset);
-  seen->type = shown->type.code << 8 | shown->type.bits;
-  seen->dim_count = shown->dim_count;
-  seen->sizes = shown->shape;
-  seen->strides = shown->strides;
-  return true;
+uint64_t MarkByTable(void* tensor) {
+  DlpackTensor shown;
+  if (!Show(tensor, &shown) || shown.strides == nullptr) return 0;
+  return MarkFrom(reinterpret_cast<intptr_t>(shown.data) + static_cast<int64_t>(shown.byte_offset),
+                  shown.type.code << 8 | shown.type.bits, shown.dim_count, shown.shape,
+                  shown.strides);
 }
 
-// The mark of a tensor's address, element type, shape and strides; 0 if the tensor can't be read.
+// 0: the tensor can't be read.
 uint64_t MarkOf(void* tensor) {
   const refit_python& tensors = Global().tensors;
-  Seen seen;
-  DlpackTensor shown;
   const bool by_functions = tensors.implementation_at > 0 && tensors.get_address != nullptr &&
                             tensors.get_dtype != nullptr;
-  if (!(by_functions ? SeeByFunctions(tensor, &seen) : SeeByTable(tensor, &shown, &seen))) return 0;
-  uint64_t mark = Mix(Mix(1, static_cast<uint64_t>(seen.address)),
-                      static_cast<uint64_t>(seen.type << 8 | seen.dim_count));
-  for (int64_t d = 0; d < seen.dim_count; ++d) {
-    mark = Mix(mark, static_cast<uint64_t>(seen.sizes[d]));
-    mark = Mix(mark, static_cast<uint64_t>(seen.strides[d]));
-  }
-  return mark | 1;
+  return by_functions ? MarkByFunctions(tensors, tensor) : MarkByTable(tensor);
 }
 
 // Walks ahead of a reader of many dicts, which lie scattered. A dict has pointers to its keys and
@@ -333,12 +452,41 @@ bool HasEntries(void* dict, void* const* entries, int64_t size) {
   return py.dict_next(dict, &position, &key, &value) == 0;
 }
 
+int NoteChange(int /*event*/, void* /*dict*/, void* /*key*/, void* /*value*/) {
+  ++Global().changes;
+  return 0;
+}
+
+// A module's attributes change often, as by train() and eval(); those that name tensors do not.
+int NoteAttributeChange(int /*event*/, void* /*dict*/, void* key, void* /*value*/) {
+  intptr_t length = 0;
+  const char* text = key == nullptr ? nullptr : Global().py.utf8(key, &length);
+  if (key != nullptr && text == nullptr) Failed();
+  const std::string_view name(text == nullptr ? "" : text, static_cast<size_t>(length));
+  if (text == nullptr || name == "_parameters" || name == "_buffers" || name == "_modules") {
+    ++Global().changes;
+  }
+  return 0;
+}
+
+bool WatchesDicts() {
+  State& state = Global();
+  DictWatching& watching = state.watching;
+  if (!std::exchange(watching.tried, true) && Find("PyDict_AddWatcher", &watching.add).ok() &&
+      Find("PyDict_Watch", &watching.watch).ok()) {
+    watching.held = watching.add(&NoteChange);
+    watching.attributes = watching.add(&NoteAttributeChange);
+    if (watching.held < 0 || watching.attributes < 0) Failed();  // others have all watchers
+  }
+  return watching.held >= 0 && watching.attributes >= 0;
+}
+
 }  // namespace
 
 absl::Status UsePython(const refit_python& python) {
   State& state = Global();
   if (state.ready) return absl::OkStatus();
-  REFITD_ASSIGN_OR_RETURN(state.py, FindFunctions());
+  REFITD_RETURN_IF_ERROR(UseFunctions());
   const auto* table = static_cast<const DlpackExchange*>(python.exchange);
   while (table != nullptr && table->major != kDlpackMajor) table = table->previous;
   if (table == nullptr || table->minor < kDlpackFirstMinor || table->show == nullptr) {
@@ -377,6 +525,16 @@ void* MakePusher(std::shared_ptr<Packer> packer) {
   void* function = py.new_function(&push_method, capsule, nullptr);
   py.dec_ref(capsule);  // the function keeps it
   return function;
+}
+
+void* MakeWatched(WatchedFunction* function) {
+  if (!UseFunctions().ok()) return nullptr;
+  const PythonFunctions& py = Global().py;
+  void* capsule = py.new_capsule(reinterpret_cast<void*>(function), kFunction, nullptr);
+  if (capsule == nullptr) return nullptr;
+  void* made = py.new_function(&watched_method, capsule, nullptr);
+  py.dec_ref(capsule);  // the function keeps it
+  return made;
 }
 
 int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count) {
@@ -426,5 +584,17 @@ int64_t FirstAltered(void* const* dicts, const int64_t* sizes, void* const* entr
   }
   return count;
 }
+
+bool WatchDicts(void* const* dicts, int64_t count, bool attributes) {
+  if (!Global().ready || !WatchesDicts()) return false;
+  const DictWatching& watching = Global().watching;
+  const int watcher = attributes ? watching.attributes : watching.held;
+  for (int64_t i = 0; i < count; ++i) {
+    if (watching.watch(watcher, dicts[i]) != 0) return Failed();
+  }
+  return true;
+}
+
+int64_t DictChanges() { return Global().changes; }
 
 }  // namespace refitd::client

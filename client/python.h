@@ -28,6 +28,11 @@ void AddPlainType(void* type);
 // packer's bucket and tells whether it did. Returns a new reference, or null with an exception set.
 void* MakePusher(std::shared_ptr<Packer> packer);
 
+// Makes a built-in function call(cancel, a, b, c): calls `function` with three addresses, on
+// Python's main thread, as refit_python_watched says. Returns a new reference, or null.
+using WatchedFunction = refit_status(void*, void*, void*);
+void* MakeWatched(WatchedFunction* function);
+
 // Returns the index of the first tensor whose memory does not begin at its address, or that can't
 // be read; `count` if there is none.
 int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count);
@@ -47,6 +52,13 @@ int64_t FirstRebound(void* const* dicts, void* const* keys, void* const* values,
 // Returns the index of the first dict that has other entries, or in another order; `count` if there
 // is none. Dict i has sizes[i] entries; `entries` has keys and values of one dict after the other.
 int64_t FirstAltered(void* const* dicts, const int64_t* sizes, void* const* entries, int64_t count);
+
+// Makes Python tell of changes of the dicts: of all, or with `attributes` of the attributes by
+// which a torch module names its tensors and modules. False: this Python does not tell.
+bool WatchDicts(void* const* dicts, int64_t count, bool attributes);
+
+// Grows before any dict that is watched changes.
+int64_t DictChanges();
 
 }  // namespace refitd::client
 

@@ -969,6 +969,11 @@ refit_status refit_packer_push(const refit_packer* packer, refit_update* update,
 
 // ---- Python ----
 
+void* refit_python_watched(const void* function) {
+  return client::MakeWatched(
+      reinterpret_cast<client::WatchedFunction*>(const_cast<void*>(function)));
+}
+
 refit_status refit_python_use(const refit_python* python) {
   return Guarded([&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(const refit_python known, Read(python, "python"));
@@ -1003,3 +1008,9 @@ int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, voi
                                    int64_t count) {
   return client::FirstAltered(dicts, sizes, entries, count);
 }
+
+int32_t refit_python_watch_dicts(void* const* dicts, int64_t count, int32_t attributes) {
+  return client::WatchDicts(dicts, count, attributes != 0) ? 1 : 0;
+}
+
+int64_t refit_python_dict_changes(void) { return client::DictChanges(); }

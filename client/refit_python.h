@@ -48,6 +48,16 @@ void refit_packer_end(refit_packer* packer);
 refit_status refit_packer_push(const refit_packer* packer, refit_update* update, refit_slot* slot,
                                refit_done done, void* argument);
 
+/* ---- calls of the main thread ---- */
+
+/* Makes a built-in function call(cancel, a, b, c) of a function of this library at `function` that
+ * takes three addresses and returns a status. The call does not hold the interpreter lock, and lets
+ * signal handlers run while it waits for an answer. If a handler raises, cancel() is called again
+ * and again, which should end the wait soon, for 5 s at most, and what the handler raised is raised
+ * when the function has returned. The result is a new reference; NULL: Python is of no known kind,
+ * or an exception is set. */
+void* refit_python_watched(const void* function);
+
 /* ---- tensors as Python objects ---- */
 
 /* Objects are PyObject*. These functions use Python's stable ABI, which they look up in the
@@ -112,6 +122,12 @@ int64_t refit_python_first_rebound(void* const* dicts, void* const* keys, void* 
  * of one dict after the other. */
 int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, void* const* entries,
                                    int64_t count);
+/* Makes Python (3.12 or later) tell of changes of these dicts, so that they need not be compared:
+ * of all changes, or with `attributes` not 0 of those of the attributes _parameters, _buffers and
+ * _modules. Returns 1; 0: this Python does not tell. */
+int32_t refit_python_watch_dicts(void* const* dicts, int64_t count, int32_t attributes);
+/* Returns a number that grows before any dict that is watched changes. */
+int64_t refit_python_dict_changes(void);
 
 #ifdef __cplusplus
 }

@@ -924,7 +924,7 @@ absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::Attached(TimePoint deadline) 
     const absl::Status lease = lease_->stream->status();
     if (lease.ok()) return lease_;
     if (!reattaches()) return lease;
-    if (changed_.WaitUntil(&mutex_, deadline) || Until(deadline) > Duration::zero()) continue;
+    if (WaitWatched(&changed_, &mutex_, deadline)) continue;
     return WithFailureOf(lease, Error(absl::StatusCode::kUnavailable,
                                       "not attached again in time; {}", Message(lease)));
   }

@@ -459,6 +459,8 @@ class Update:
 
     def close(self) -> None:
         """Aborts the update unless it has ended, and lets go of it."""
+        if self._slot is None and self._handle.closed:
+            return
 
         def close() -> None:
             self._drop_slot()
@@ -760,26 +762,28 @@ class Trainer(Member):
                 pushed.push(update)
             assert update.result is not None
             return replace(update.result, staged_bytes=staged, rebound=rebound)
-        options = native.sized(native.refit_refit_options, **common)
+        options, raw = native.sized(native.refit_refit_options, **common), native.sized(native.refit_commit_result)
 
-        def refit() -> UpdateResult:
-            raw = native.sized(native.refit_commit_result)
-            library = native.library()
-            with self._handle as handle:
-                check(library.refit_trainer_refit(handle, byref(options), byref(raw)), f"{self.label}, version {version}")
-                return result_of(raw, "trainer", handle, staged, rebound)
+        def refit(handle: int) -> UpdateResult:
+            if threading.current_thread() is threading.main_thread():
+                call = native.watched("refit_trainer_refit")
+                status = call(lambda: self._cancel(version), handle, ctypes.addressof(options), ctypes.addressof(raw))
+            else:
+                status = native.library().refit_trainer_refit(handle, byref(options), byref(raw))
+            check(status, f"{self.label}, version {version}")
+            return result_of(raw, "trainer", handle, staged, rebound)
 
         self._refitting = version
         try:
-            return interruptible(refit, cancel=lambda: self._cancel(version))
+            return self._handle.use(refit)
         finally:
             self._refitting = None
 
-    def _close(self) -> None:
+    def _close(self, wait_seconds: float) -> None:
         version = self._refitting
         if version is not None and not self.closed:
             self._cancel(version)
-        super()._close()
+        super()._close(wait_seconds)
 
     def _renew(self) -> int:
         """Brings the registered layout up to date, before an update begins. Returns how many tensors were bound anew."""
@@ -818,8 +822,8 @@ class Trainer(Member):
             registration = self._registration
         if registration is not None:
             registration.fill()
-        if kind is not None:
-            kind.synchronize(self.device)  # the copies
+        if kind is not None and (streams is not None or (registration is not None and registration.filled)):
+            kind.synchronize(self.device)  # the current stream, and what filling has queued
         return 0 if registration is None else registration.staged_bytes
 
     def _fill_unmoved(self) -> int:
@@ -904,7 +908,7 @@ class Trainer(Member):
 
         Raises FailedPrecondition where this rank has no such update open.
         """
-        self._check("abort", checked_version(version), text(reason))
+        self._ask("abort", checked_version(version), text(reason))
 
     def get_update(self, version: int) -> str:
         """Tells what became of an update, for a caller who missed the answer: "unknown", "running", "committed" or "aborted".
@@ -912,7 +916,7 @@ class Trainer(Member):
         A daemon knows of no update from before it was restarted.
         """
         out = ctypes.c_int32()
-        self._check("get_update", checked_version(version), byref(out))
+        self._ask("get_update", checked_version(version), byref(out))
         return OUTCOMES[out.value]
 
     @property

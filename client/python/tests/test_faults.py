@@ -22,7 +22,7 @@ class Child:
     def __init__(self, test, code, socket, group):
         head = f"import refitd, sys, os, signal, time, threading\nfrom support import *\nsocket, group = {socket!r}, {group!r}\n"
         command = [sys.executable, "-u", "-c", head + textwrap.dedent(code)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         test.addCleanup(self.end)
         self.seen = []
 
@@ -42,6 +42,7 @@ class Child:
     def end(self):
         self.process.kill()
         self.process.wait()
+        self.process.stdin.close()
         self.process.stdout.close()
 
 
@@ -336,6 +337,67 @@ class InterruptTest(DaemonTest):
         )
         self.assertEqual(status, 7, output)
         self.assertIn("handler ran", output)
+
+    def test_a_refit_goes_on_after_a_signal_handler_that_returns(self):
+        status, output, _ = self.interrupted(
+            """
+            trainer = refitd.Trainer(group, socket=socket)
+            engine = refitd.Engine(group, instance="a", socket=socket)
+            spec = refitd.TensorSpec("w", "uint8", (64,))
+            trainer.register_layout([spec], [whole(refitd.Region(64), spec)])
+            engine.register_layout([spec], [whole(refitd.Region(64), spec)])
+            ran = threading.Event()
+            signal.signal(signal.SIGINT, lambda *_: ran.set())
+            def serve():
+                event = engine.next(SECONDS)
+                print("waits")
+                if ran.wait(SECONDS):
+                    event.ready()
+            threading.Thread(target=serve).start()
+            raise SystemExit(6 + trainer.refit(1).committed)
+            """
+        )
+        self.assertEqual(status, 7, output)
+
+    def test_a_signal_handler_may_close_the_trainer_that_waits(self):
+        code = self.REFIT.replace("thread.start()", "thread.start(); signal.signal(signal.SIGINT, leave)").replace(
+            "def tell():", """def leave(*_):
+            refitd._core.member.CLOSE_SECONDS = 10 * SECONDS  # what waits for the refit to end is late
+            trainer.close()
+            raise SystemExit(7)
+        def tell():"""
+        )
+        status, output, _ = self.interrupted(code)
+        self.assertEqual(status, 7, output)
+        self.assertIn("Aborted", output)
+
+    def test_ctrl_c_ends_a_refit_that_nobody_answers(self):
+        for how, reattach in ((signal.SIGSTOP, None), (signal.SIGKILL, 100)):
+            with self.subTest(how):
+                daemon = testing.Daemon()
+                self.addCleanup(daemon.stop)
+                code = f"""
+                    trainer = refitd.Trainer(group, socket=socket, connect=refitd.Connect(reattach_seconds={reattach}))
+                    spec = refitd.TensorSpec("w", "uint8", (64,))
+                    trainer.register_layout([spec], [whole(refitd.Region(64), spec)])
+                    print("registered")
+                    sys.stdin.readline()
+                    threading.Timer(0.2, print, ["waits"]).start()
+                    try:
+                        trainer.refit(1, duration_seconds=100)
+                    except KeyboardInterrupt:
+                        os._exit(7)
+                    """
+                child = Child(self, code, daemon.socket, self.group)
+                child.wait_for("registered")
+                daemon.process.send_signal(how)
+                self.addCleanup(daemon.process.send_signal, signal.SIGCONT)
+                child.process.stdin.write("\n")
+                child.process.stdin.flush()
+                child.wait_for("waits")
+                child.process.send_signal(signal.SIGINT)
+                status, output = child.finish()
+                self.assertEqual(status, 7, output)
 
 
 class ForkTest(DaemonTest):

@@ -3,6 +3,7 @@
 import types
 import unittest
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -373,12 +374,16 @@ class RefitTest(DaemonTest):
         )
         with mock.patch.object(devices, "kind_of", lambda device: kind):
             trainer.refit(1)
-            self.assertEqual((waited, target[:]), (["all", "current"], b"\x01" * BYTES))
+            self.assertEqual((waited, target[:]), (["all"], b"\x01" * BYTES))
             trainer.refit(2, streams=[LateStream("a"), LateStream("b")])
-            self.assertEqual((waited[2:], target[:]), (["a", "b", "current"], b"\x04" * BYTES))
+            self.assertEqual((waited[1:], target[:]), (["a", "b", "current"], b"\x03" * BYTES))
             trainer.refit(3, streams=[])
-            self.assertEqual(waited[5:], ["current"])
-        server.wait_for(refitd.Committed, 3)
+            self.assertEqual(waited[4:], ["current"])
+            filled = refitd.FilledMemory(BYTES, lambda view: waited.append("filled"))
+            trainer.register_layout([SPEC], [replace(whole(source, SPEC), memory=filled)])
+            trainer.refit(4)
+            self.assertEqual(waited[5:], ["all", "filled", "current"])
+        server.wait_for(refitd.Committed, 4)
 
 
 if __name__ == "__main__":

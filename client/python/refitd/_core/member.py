@@ -499,17 +499,16 @@ class Member:
 
     def _use(self, call: Callable[[int], T]) -> T:
         """The result of a short call, which gets the member's pointer."""
-
-        def use() -> T:
-            with self._handle as handle:
-                return call(handle)
-
-        return interruptible(use, cancel=ends_soon)
+        return self._handle.use(call)
 
     def _check(self, function: str, *arguments: Any) -> None:
         """Makes a short call of the C function refit_<kind>_<function>, and raises what it answers."""
         called = getattr(native.library(), f"refit_{self._kind}_{function}")
         self._use(lambda handle: check(called(handle, *arguments), self.label))
+
+    def _ask(self, function: str, *arguments: Any) -> None:
+        """Does what _check does for a call that waits for the daemon."""
+        interruptible(partial(self._check, function, *arguments), cancel=ends_soon)
 
     def _ask_version(self, function: str) -> int | None:
         """Returns the int64 that a C function of this kind answers; None where it answers NOT_FOUND."""
@@ -528,10 +527,11 @@ class Member:
     def close(self) -> None:
         """Detaches from the daemon. Calls that other threads have under way end first; a refit among them is given up. No method works
         afterwards."""
-        interruptible(self._close, cancel=ends_soon)
+        wait_seconds = 0.0 if self._handle.used_here else CLOSE_SECONDS
+        interruptible(lambda: self._close(wait_seconds), cancel=ends_soon)
 
-    def _close(self) -> None:
-        self._handle.close(wait_seconds=CLOSE_SECONDS)
+    def _close(self, wait_seconds: float) -> None:
+        self._handle.close(wait_seconds=wait_seconds)
         with self._lock:
             self._registration = None
             self._known.clear()

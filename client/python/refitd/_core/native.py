@@ -27,11 +27,13 @@ import weakref
 from array import array
 from collections.abc import Callable
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p, py_object
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from ..errors import ROLES, Closed, Error, Failure, Forked, Status, Suspect, escaped, subclass_of
+from . import ends_soon, interruptible
 
 
 _IN_PACKAGE = Path(__file__).parents[1] / "_bin"
@@ -299,6 +301,7 @@ LOCKED_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_packer_reserve": (_STATUS, (c_void_p, c_int64, c_int64, POINTER(c_int64))),
     "refit_packer_add": (_STATUS, (c_void_p, c_int64, c_int64, c_int64, c_int64)),
     "refit_packer_end": (None, (c_void_p,)),
+    "refit_python_watched": (py_object, (c_void_p,)),
     "refit_python_use": (_STATUS, (POINTER(refit_python),)),
     "refit_python_add_type": (None, (py_object,)),
     "refit_python_pusher": (py_object, (c_void_p,)),
@@ -307,6 +310,8 @@ LOCKED_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_python_first_changed": (c_int64, (c_void_p, c_void_p, c_int64)),
     "refit_python_first_rebound": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
     "refit_python_first_altered": (c_int64, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "refit_python_watch_dicts": (c_int32, (c_void_p, c_int64, c_int32)),
+    "refit_python_dict_changes": (c_int64, ()),
 }
 
 _Sized = TypeVar("_Sized", bound=ctypes.Structure)
@@ -428,16 +433,18 @@ def refuse_fork() -> None:
         )
 
 
+_Result = TypeVar("_Result")
+
+
 class Handle:
     """A handle of the library, freed once, when it is closed and no call uses it any more.
 
     `with handle as pointer:` gives the pointer for one call; it raises Closed after close(), and Forked in a forked child, where
     nothing is ever freed: the parent's handle is not the child's. Thread-safe. `with` and close() belong into a call of
-    refitd._core.interruptible: a signal handler that raises in between would leave a user counted. The handle is then freed with
-    the object.
+    refitd._core.interruptible: a signal handler that raises in between would leave a use uncounted. `use()` may be called anywhere.
     """
 
-    __slots__ = ("pointer", "_free", "what", "_lock", "_users", "_closed", "_generation", "_gone", "_freed", "__weakref__")
+    __slots__ = ("pointer", "_free", "what", "_lock", "_uses", "_closed", "_generation", "_gone", "_freed", "__weakref__")
 
     def __init__(self, pointer: int, free: Callable[[int], None], what: str) -> None:
         global _attached
@@ -446,7 +453,7 @@ class Handle:
         self._free = free
         self.what = what
         self._lock = threading.Lock()
-        self._users = 0
+        self._uses: list[tuple[int, object] | None] = []  # None: of a `with`; else the thread, and an object of the use's own
         self._closed = False
         self._generation = _generation
         self._gone = False  # freed, or being freed
@@ -454,18 +461,37 @@ class Handle:
         self._freed.acquire()
         _open_handles.add(self)
 
-    def __enter__(self) -> int:
+    def use(self, call: Callable[[int], _Result]) -> _Result:
+        """The result of a call that gets the pointer, on this thread. A signal handler may raise anywhere in it, but not inside C."""
+        this = threading.get_ident(), object()
+        try:
+            result = call(self._begin(this))
+            self._end(this)
+        except BaseException:
+            interruptible(partial(self._end, this), cancel=ends_soon)
+            raise
+        return result
+
+    def _begin(self, use: tuple[int, object] | None) -> int:
         with self._lock:
             self.check_open()
-            self._users += 1
+            self._uses.append(use)
         return self.pointer
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _end(self, use: tuple[int, object] | None) -> None:
+        """Ends the use, unless it has ended."""
         with self._lock:
-            self._users -= 1
-            last = self._closed and self._users == 0
+            if use in self._uses:
+                self._uses.remove(use)
+            last = self._closed and not self._uses
         if last:
             self._free_now()
+
+    def __enter__(self) -> int:
+        return self._begin(None)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(None)
 
     def check_open(self) -> None:
         """Raises Closed or Forked where no call could use it."""
@@ -480,7 +506,12 @@ class Handle:
 
     @property
     def in_use(self) -> bool:
-        return self._users > 0
+        return bool(self._uses)
+
+    @property
+    def used_here(self) -> bool:
+        """Whether this thread is in a use(): then a signal handler runs, for which the use does not end."""
+        return any(use is not None and use[0] == threading.get_ident() for use in self._uses)
 
     def close(self, wait_seconds: float = 0.0) -> None:
         """No call begins after it. Frees at once where no call runs; else the last of them does, which is waited for."""
@@ -488,7 +519,7 @@ class Handle:
             return
         with self._lock:
             first, self._closed = not self._closed, True
-            idle = first and self._users == 0
+            idle = first and not self._uses
         if idle:
             self._free_now()
         elif first and wait_seconds > 0 and self._freed.acquire(timeout=wait_seconds):
@@ -502,7 +533,7 @@ class Handle:
 
     def __del__(self) -> None:
         # If __init__ failed, there is nothing to free. Nothing refers to this handle any more, so no call uses it, even if an interrupted
-        # `with` left _users above 0.
+        # `with` left a use.
         if hasattr(self, "_freed") and self._generation == _generation:
             self._closed = True
             self._free_now()
@@ -518,6 +549,13 @@ def made_by(function: str, *arguments: Any, free: str, what: str, context: str =
     check(getattr(library(), function)(*arguments, ctypes.byref(out)), context)
     assert out.value is not None
     return Handle(out.value, getattr(library(), free), what)
+
+
+@cache
+def watched(function: str) -> Callable[..., int]:
+    """A function of three pointers as call(cancel, a, b, c), which takes addresses; see refit_python_watched. For the main thread."""
+    made: Callable[..., int] = locked_library().refit_python_watched(getattr(library(), function))
+    return made
 
 
 def _close_all() -> None:
