@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Union
 from ._core import awaited, ends_soon, interruptible, native, paused
 from ._core.member import Connect, Member, Registration, TensorList, check_tensors, checked_version
 from ._core.native import check, last_failure, made_by, shown, text
-from ._core.tensors import Places, describe, held_by, is_module
+from ._core.tensors import Places, describe, is_module
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument
 from .layout import Box, TensorSpec, devices
-from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, Region, mark_written, resolve
+from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
 
 if TYPE_CHECKING:
     import numpy
@@ -315,6 +315,7 @@ class Engine(Member):
         self.device = devices.current() if device is None else device
         self._follows_memory = device is None  # whether the device is the first registered tensor's
         self._places: Places | None = None
+        self._written: tuple[Registration, list[Any] | None, list[Any]] | None = None  # the tensors of this registration and these places
         self._events = threading.Lock()  # one thread at a time takes events
         self._numbers = itertools.count()
         self._pending: list[tuple[int, Event]] = []  # put back, with their numbers, in ascending order
@@ -500,10 +501,11 @@ class Engine(Member):
             registration, places = self._registration, self._places
         if registration is None or "torch" not in sys.modules:
             return
-        written = [owner for box in registration.boxes if (owner := getattr(box.memory, "owner", None)) is not None]
-        if places is not None:
-            written += [tensor for _, tensor in held_by(places.module)]
-        mark_written(written)
+        held = None if places is None else places.tensors
+        if self._written is None or self._written[0] is not registration or self._written[1] is not held:
+            owners = [owner for box in registration.boxes if (owner := getattr(box.memory, "owner", None)) is not None]
+            self._written = registration, held, versioned([*owners, *(held or ())])
+        mark_versions(self._written[2])
 
     def _views(self, handle: int, raw: native.refit_event) -> tuple[View, ...]:
         hold = made_by("refit_engine_hold", handle, free="refit_hold_free", what="a part's memory", context=self.label)

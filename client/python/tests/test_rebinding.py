@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd  # noqa: E402
+from refitd._core.tensors import Bindings  # noqa: E402
 from refitd.layout import shards  # noqa: E402
 from support import DaemonTest, Server  # noqa: E402
 from torch import nn  # noqa: E402
@@ -272,12 +273,54 @@ class RebindingTest(DaemonTest):
         self.assert_served(module, held)
 
 
+    def test_a_commit_raises_the_versions_of_all_tensors_that_the_module_has_then(self):
+        source, served = Model(), Model()
+        refitd.adopt(served)
+        trainer, engine = self.trainer(), self.engine()
+        trainer.register(source)
+        engine.register(served)
+        server = Server(self, engine)
+        for version in (1, 2, 3):
+            if version == 3:
+                served.scale = served.scale.clone()  # a buffer of the same name, in other memory
+                refitd.adopt(served)
+                engine.register(served)
+            before = {name: tensor._version for name, tensor in served.state_dict(keep_vars=True).items()}
+            trainer.refit(version)
+            server.wait_for(refitd.Committed, version)
+            for name, tensor in served.state_dict(keep_vars=True).items():
+                self.assertGreater(tensor._version, before[name], (version, name))
+
+
 class Experts(nn.Module):
     def __init__(self, layers, experts):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.ModuleList(nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3))) for _ in range(experts)) for _ in range(layers)
         )
+
+
+def test_dicts_that_python_tells_of_are_compared_only_after_a_change():
+    module = Model()
+    bindings = Bindings.of_modules(module)
+    assert bindings.hold()
+    if not bindings._watched:
+        pytest.skip("Python 3.12 or later tells of changes of dicts, with a torch that librefit reads")
+    compared = bindings._changes
+    module.eval()
+    with torch.no_grad():
+        module.a.weight.add_(1)
+    assert bindings.hold() and bindings._changes == compared
+    weight = module.a.weight
+    module.a.weight = nn.Parameter(torch.zeros(8, 8))
+    assert not bindings.hold()
+    module.a.weight = weight
+    assert bindings.hold() and bindings._changes > compared
+    module.inner[0]._buffers["late"] = torch.ones(1)
+    assert not bindings.hold()
+    del module.inner[0]._buffers["late"]
+    module.a._parameters = dict(module.a._parameters)
+    assert not bindings.hold()
 
 
 def test_looking_up_eighteen_thousand_names_costs_less_than_asking_torch_for_them():

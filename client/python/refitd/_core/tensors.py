@@ -211,6 +211,8 @@ class Bindings:
         self._names: list[str] = []
         self._owned: list[Any] = []
         self._ids: list[array[int]] = []  # of the objects in all these lists; made when first asked
+        self._watched = False  # whether Python tells of changes of the dicts
+        self._changes = -1  # what it had told of when the dicts were compared last
 
     @classmethod
     def of_dict(cls, entries: dict[str, Any]) -> Bindings:
@@ -254,14 +256,22 @@ class Bindings:
         """Whether all dicts have the entries that they had."""
         if not reads_tensors():
             return self._hold_by_python()
+        library = native.locked_library()
         if not self._ids:
             self._ids = [ids(held) for held in (self._dicts, self._entries, self._owners, self._names, self._owned)]
+            watched = (library.refit_python_watch_dicts(self._ids[at].buffer_info()[0], len(self._ids[at]), int(at == 2)) for at in (0, 2))
+            self._watched = all(watched)
+        changes = library.refit_python_dict_changes()
+        if self._watched and changes == self._changes:
+            return True
         dicts, entries, owners, names, owned = (of.buffer_info()[0] for of in self._ids)
-        library, sizes = native.locked_library(), self._sizes.buffer_info()[0]
-        return bool(
-            library.refit_python_first_rebound(owners, names, owned, len(self._owners)) == len(self._owners)
-            and library.refit_python_first_altered(dicts, sizes, entries, len(self._dicts)) == len(self._dicts)
-        )
+        if (
+            library.refit_python_first_rebound(owners, names, owned, len(self._owners)) != len(self._owners)
+            or library.refit_python_first_altered(dicts, self._sizes.buffer_info()[0], entries, len(self._dicts)) != len(self._dicts)
+        ):
+            return False
+        self._changes = changes
+        return True
 
     def _hold_by_python(self) -> bool:
         if any(owner.get(name) is not owned for owner, name, owned in zip(self._owners, self._names, self._owned)):
@@ -420,9 +430,17 @@ class Places:
     def _note(self, held: Mapping[str, Any]) -> None:
         """Notes the module as it is now, so that an unchanged module is recognised without looking at each name."""
         tensors = [held[name] for name in self._wanted]
+        self._held = list(held.values())
         bindings = Bindings.of_modules(self.module)
         self._bindings = bindings if bindings.holds_all(held.values()) else None
         self._marks = Marks(tensors, [partial(_local, tensor) for tensor in tensors])
+
+    @property
+    def tensors(self) -> list[Any]:
+        """All parameters and buffers of the module; the same list while the module names the same."""
+        if self._bindings is not None and self._bindings.hold():
+            return self._held
+        return [tensor for _, tensor in held_by(self.module)]
 
     def changed(self) -> dict[str, str]:
         """By name, what is otherwise now. Parameters that came are among them: nothing delivers these."""

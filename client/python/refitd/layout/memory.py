@@ -532,15 +532,26 @@ class Source(NamedTuple):
     owner: Any
 
 
-def mark_written(tensors: Iterable[Any]) -> None:
-    """Raises the versions of torch tensors, and with them those of their views, as torch's own writes do (P11)."""
+def versioned(things: Iterable[Any]) -> list[Any]:
+    """The torch tensors among these that have a version, each once."""
     import torch
 
-    distinct = list({id(tensor): tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not tensor.is_inference()}.values())
+    return list({id(thing): thing for thing in things if isinstance(thing, torch.Tensor) and not thing.is_inference()}.values())
+
+
+def mark_written(tensors: Iterable[Any]) -> None:
+    """Raises the versions of torch tensors, and with them those of their views, as torch's own writes do (P11)."""
+    mark_versions(versioned(tensors))
+
+
+def mark_versions(tensors: list[Any]) -> None:
+    """Does what mark_written does, for a list that versioned() made."""
+    import torch
+
     increment: Any = getattr(torch.autograd.graph, "increment_version", None)
     try:
-        increment(distinct)
+        increment(tensors)
     except TypeError:  # an older torch, whose function takes one tensor, or that has none
-        for tensor in distinct:
+        for tensor in tensors:
             with torch.no_grad():
                 tensor.detach().as_strided((0,), (1,)).zero_()
