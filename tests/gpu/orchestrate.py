@@ -322,7 +322,7 @@ class Group:
 
     def update(self, command, version, *words):
         """A whole update by all trainers, which must commit everywhere. Seconds: the slowest rank's, from when all begin, which
-        `began` keeps."""
+        `began` keeps; `daemon_seconds`: by the daemon's clock."""
         self.began = time.monotonic()
         if len(self.trainers) > 1:
             self.began += TOGETHER_SECONDS
@@ -335,6 +335,7 @@ class Group:
         for engine in self.engines:
             engine.wait("committed", version=version)
         self.pushed = answers[0].get("pushed", {})  # bytes by method
+        self.daemon_seconds = answers[0].get("daemon_seconds")
         return max(answer["seconds"] for answer in answers)
 
     def check(self, version, engines=None):

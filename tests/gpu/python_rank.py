@@ -4,7 +4,7 @@
 
 The model is COUNT bfloat16 tensors of BYTES bytes, on the first GPU; PYTHONPATH names the package and REFIT_LIBRARY the library.
 Commands come a line each (`fill VERSION`, `refit VERSION VERIFICATION`, `late VERSION all|named|none`, `check VERSION`, `quit`),
-answers are JSON lines. `late` queues a pause and then the version on a side stream, and refits at once: refit() waits for all
+answers are JSON lines, in which `parts` are seconds. `late` queues a pause and then the version on a side stream, and refits at once: refit() waits for all
 streams, for that stream by name, or for none."""
 
 import argparse
@@ -45,14 +45,33 @@ def wrong(weights, version):
     return sum(not torch.equal(expected[name].view(torch.int16), weights[name].view(torch.int16)) for name in weights)
 
 
+def timed(object, name, parts):
+    """Makes a method of this object put its seconds into `parts`."""
+    method = getattr(object, name)
+
+    def call(*arguments):
+        began = time.monotonic()
+        try:
+            return method(*arguments)
+        finally:
+            parts[name] = time.monotonic() - began
+
+    setattr(object, name, call)
+
+
 def serve(engine):
     """Answers events; torch has no work under way here when Prepare comes, since `check` has ended."""
+    parts = {}
+    timed(engine, "_check_unmoved", parts)
     for event in engine:
         if isinstance(event, refitd.Prepare):
+            began = time.monotonic()
             torch.cuda.synchronize()
+            parts["device"] = time.monotonic() - began
             event.ready()
+            parts["ready"] = time.monotonic() - began
         elif isinstance(event, refitd.Committed):
-            say("committed", version=event.version)
+            say("committed", version=event.version, parts=parts)
         elif isinstance(event, refitd.Aborted):
             say("aborted", version=event.version, reason=event.reason)
 
@@ -82,6 +101,10 @@ def main():
     if options.role == "engine":
         serving = threading.Thread(target=serve, args=(rank,))
         serving.start()
+    parts = {}
+    if options.role == "trainer":
+        for name in ("_renew", "_fill"):
+            timed(rank, name, parts)
     say("ready", ok=True, bytes=count * size, registered=registered)
     for line in sys.stdin:
         words = line.split()
@@ -104,7 +127,7 @@ def main():
             began = time.monotonic()
             result = rank.refit(version, verification=words[2])
             say("refit", ok=True, seconds=time.monotonic() - began, committed=result.committed, rebound=result.rebound,
-                staged=result.staged_bytes)
+                staged=result.staged_bytes, parts={**parts, "daemon": result.seconds})
     rank.close()
     if serving is not None:
         serving.join()
