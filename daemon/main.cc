@@ -210,7 +210,8 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   options.limit = Ms(config.cuda().device_ms());
   options.lost = [loss](const absl::Status& why) { loss->Tell(why); };
   absl::StatusOr<std::shared_ptr<CudaMemory>> memory =
-      CudaMemory::Create(config.cuda().library(), {.limit = options.limit, .lost = options.lost});
+      CudaMemory::Create(config.cuda().library(),
+                         {.limit = options.limit, .lost = options.lost, .own_contexts = true});
   if (!memory.ok()) return MakeHostTransport(host);
   const NcclReport nccl = LoadNccl(config.cuda());
   const std::string found = Describe(nccl);
