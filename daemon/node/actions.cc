@@ -104,6 +104,7 @@ void Count(const DaemonState& state, const GroupRecord& group, const UpdateEnded
   report.prepare = ended.prepare;
   report.data = ended.data;
   report.verify = ended.verify;
+  report.flip = ended.flip;
   report.total = ended.total;
   report.bytes = ended.bytes;
   for (const BroadcastTotals& totals : ended.pushed) {
@@ -151,6 +152,11 @@ struct Performer {
   void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
     a.incarnation = group->machine->incarnation();
     a.owner = group->machine->owner();
+    MemberRecord* const member = Find(a.member);
+    // Only ranks that have flipped are committed, so that backs have taken the regions' places.
+    if (member != nullptr && member->layout != nullptr && !member->layout->backs.empty()) {
+      ++member->flips;
+    }
     Deliver(a.member, a);
   }
   // The action itself is the news that is sent to the member.

@@ -42,12 +42,18 @@ void DataPlane::StopThreads() {
 
 // ---- members' memory ----
 
-absl::StatusOr<MemorySpan> DataPlane::GroupMemory::Region(MemberId member, RegionId region) const {
+absl::StatusOr<MemorySpan> DataPlane::GroupMemory::Side(MemberId member, RegionId region,
+                                                        bool back) const {
   const MemberRecord* const m = state_.members->Find(member);
   if (m == nullptr) return Error(absl::StatusCode::kInternal, "member {} is gone", member);
-  const auto r = m->regions.find(region);
+  const auto r = m->regions.find(m->Side(region, back));
   if (r != m->regions.end()) return r->second.memory;
   return Error(absl::StatusCode::kNotFound, "region {} of member {} is gone", region, member);
+}
+
+bool DataPlane::GroupMemory::Flipped(MemberId member) const {
+  const MemberRecord* const m = state_.members->Find(member);
+  return m != nullptr && m->flipped();
 }
 
 absl::StatusOr<MemorySpan> DataPlane::GroupMemory::Slot(SlotIndex slot) const {

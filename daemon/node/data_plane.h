@@ -99,13 +99,21 @@ class DataPlane {
   class GroupMemory : public MemoryResolver {
    public:
     GroupMemory(const State& state, const GroupRecord& group) : state_(state), group_(group) {}
-    absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override;
+    absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
+      return Side(member, region, /*back=*/false);
+    }
+    absl::StatusOr<MemorySpan> Destination(MemberId member, RegionId region) const override {
+      return Side(member, region, /*back=*/true);
+    }
+    bool Flipped(MemberId member) const override;
     absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override;
     absl::StatusOr<MemorySpan> SlotOf(MemberId member, SlotIndex slot) const override;
     std::string LabelOf(MemberId member) const override;
     std::optional<int> DeviceOf(MemberId member) const override;
 
    private:
+    absl::StatusOr<MemorySpan> Side(MemberId member, RegionId region, bool back) const;
+
     const State& state_;
     const GroupRecord& group_;
   };

@@ -77,7 +77,7 @@ struct GroupRecord {
   // Where the memory of this daemon's engines lies, for buckets; made anew when they or their
   // layouts change.
   struct EnginePlaces {
-    std::vector<std::pair<MemberId, std::shared_ptr<const Layout>>> engines;
+    std::vector<std::tuple<MemberId, std::shared_ptr<const Layout>, bool>> engines;  // and flipped
     std::shared_ptr<const DestinationPlaces> places;
   };
   EnginePlaces engine_places;

@@ -73,17 +73,19 @@ absl::Status CheckPlaces(const MemberRecord& trainer, const CheckedBucket& bucke
 // The memory of the group's engines at this daemon. Valid until the next call.
 const DestinationPlaces& PlacesOfEngines(DaemonState& state, GroupRecord* group)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
-  std::vector<std::pair<MemberId, std::shared_ptr<const Layout>>> engines;
+  decltype(group->engine_places.engines) engines;
   for (const auto& [id, member] : state.members.all()) {
     if (member.engine && member.layout != nullptr && member.group == group->name()) {
-      engines.emplace_back(id, member.layout);
+      engines.emplace_back(id, member.layout, member.flipped());
     }
   }
   GroupRecord::EnginePlaces& kept = group->engine_places;
   if (kept.places != nullptr && kept.engines == engines) return *kept.places;
   const DataPlane::GroupMemory memory = state.data_plane->MemoryOf(*group);
   std::vector<PlacedLayout> placed;
-  for (const auto& [id, layout] : engines) placed.push_back(PlaceOf(id, layout, true, memory));
+  for (const auto& [id, layout, flipped] : engines) {
+    placed.push_back(PlaceOf(id, layout, true, memory));
+  }
   kept = {std::move(engines), std::make_shared<const DestinationPlaces>(std::move(placed))};
   return *kept.places;
 }

@@ -60,6 +60,7 @@ inline constexpr int64_t kMaxTensorsPerLayout = 262'144;  // DeepSeek-V3 has 45,
 // RESOURCE_EXHAUSTED, naming `what`, its number of tensors and the limit.
 absl::Status TooManyTensors(std::string_view what, int64_t tensors);
 inline constexpr int64_t kMaxPiecesPerLayout = 4'194'304;
+inline constexpr int64_t kMaxBacksPerLayout = 4096;  // as many regions as a member may have
 
 using Dims = absl::InlinedVector<int64_t, 4>;
 
@@ -183,6 +184,13 @@ class TensorList {
   std::shared_ptr<const List> shared_;  // null: own_ counts
 };
 
+// Another region of as many bytes, into which versions are written while the region is read.
+struct RegionBack {
+  RegionId region;
+  RegionId back;
+  bool operator==(const RegionBack&) const = default;
+};
+
 // The tensors and pieces of one member.
 struct Layout {
   TensorList tensors;
@@ -193,6 +201,10 @@ struct Layout {
   std::vector<uint32_t> pushed_tensors = {};
   // Engines only: ascending by `tensor`. Not part of the digest.
   std::vector<Tie> ties = {};
+  // Engines only: empty, or one entry for each region that a piece names. Not part of the digest.
+  std::vector<RegionBack> backs = {};
+  // With backs: how many commits of this lease have exchanged them, as far as the rank has heard.
+  uint64_t flips = 0;
 
   // Digest of the structure: tensors' names, dtypes, shapes, boxes and strides. It does not depend
   // on the order of tensors and pieces, on regions, byte offsets or the binding generation. The
@@ -224,6 +236,10 @@ using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 // work than a limit which layouts of real models don't come near.
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination);
+// Checks the layout's backs: every region that a piece names has one of as many bytes, no region
+// has two, and no back is the back of two regions or has pieces. NOT_FOUND: unknown region; else
+// INVALID_ARGUMENT.
+absl::Status ValidateBacks(const Layout& layout, const RegionBytes& region_bytes);
 
 // A set of disjoint half-open ranges of element indices, which merges neighbours. It shows whether
 // each tensor is covered exactly once.
