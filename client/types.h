@@ -136,7 +136,7 @@ inline constexpr size_t kCudaIpcHandleBytes = 64;
 class Region {
  public:
   virtual ~Region() = default;
-  virtual char* data() const = 0;  // null: device memory
+  virtual char* data() const = 0;  // null: device memory that is no arena
   virtual int64_t bytes() const = 0;
   virtual RegionId id() const = 0;
 };
