@@ -24,7 +24,7 @@ from ._core.native import check, last_failure, made_by, shown, text
 from ._core.tensors import Places, describe, held_by, is_module
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument
 from .layout import Box, TensorSpec, devices
-from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, Region, mark_written, resolve
+from .layout.memory import BY_CODE, DTYPES, Arena, DeviceBytes, DeviceMemory, HostBytes, Region, mark_written, move_storages, resolve
 
 if TYPE_CHECKING:
     import numpy
@@ -45,11 +45,13 @@ class Prepare:
     """An update begins: stop reading the weights, synchronise the device, then call ready().
 
     `remaining_seconds`: of the update. `tensor_count`: what the trainer announced at the begin, of all ranks; None: it did not.
+    `flip`: the version lies in the other side of the engine's arena, complete and verified; ready() puts it into place.
     """
 
     version: int
     remaining_seconds: float
     tensor_count: int | None
+    flip: bool
     engine: Engine = field(repr=False, compare=False)
 
     def ready(self) -> None:
@@ -346,6 +348,49 @@ class Engine(Member):
 
     # ---- layout ----
 
+    def adopt(self, module: torch.nn.Module, *, buffers: bool = True) -> None:
+        """Moves a module's parameters, and buffers, into an arena of this engine: memory with two sides on the engine's device. Call it once
+        the weights are loaded, before register() and before CUDA graphs are captured.
+
+        From then on versions are written to the other side while the engine serves. Prepare comes with `flip` when a version is complete and
+        verified, and ready() exchanges the sides, which takes microseconds on the host and milliseconds on a GPU. Tensors keep their addresses,
+        values and ties. The arena takes twice the bytes of what it holds. What the module writes while it serves (counters, statistics) must
+        not be in it: the other side would not have it.
+
+        Args:
+            module: A torch module. Tensors on other devices than the engine's, and those in regions or arenas already, stay where they are.
+            buffers: Whether its buffers are moved as well.
+
+        Raises:
+            ResourceExhausted: There is too little memory for the arena.
+        """
+        tensors: list[torch.Tensor] = list(module.parameters())
+        if buffers:
+            tensors += list(module.buffers())
+        with paused():
+            self._follow_memory(devices.device_of(tensors))
+        kind = devices.kind_of(self.device)
+        if kind is None:
+            move_storages(tensors, "cpu", self._new_arena)
+            return
+        kind.synchronize_all(self.device)
+        move_storages(tensors, kind.torch_type, self._new_arena)
+        kind.synchronize_all(self.device)
+
+    def _new_arena(self, nbytes: int) -> tuple[Arena, HostBytes | DeviceBytes]:
+        def make() -> Arena:
+            with self._handle as handle:
+                made = made_by("refit_engine_new_arena", handle, nbytes, free="refit_region_free", what="an arena", context=self.label)
+                with made as region:
+                    library = native.library()
+                    arena = Arena(library.refit_region_data(region), library.refit_region_bytes(region), made)
+            with self._lock:
+                self._known[arena] = made
+            return arena
+
+        arena = interruptible(make, cancel=ends_soon)
+        return arena, devices.bytes_at(self.device, arena.pointer, arena.nbytes, arena)
+
     def register(
         self, layout: Any, *, buffers: bool | Sequence[str] = True, leave_out: Sequence[str] = (), tied: bool | Mapping[str, str] = True
     ) -> None:
@@ -390,16 +435,15 @@ class Engine(Member):
         self._places = None
         with paused():
             check_tensors(tensors, self.label)
-            self._follow_memory(boxes)
+            self._follow_memory(next((box.memory.device_uuid for box in boxes if isinstance(box.memory, DeviceMemory)), None))
             boxes = [*boxes, *_tied_boxes(tensors, boxes, tied or {})]
             self._register(Registration(list(tensors), list(boxes), []), stage=False)
 
-    def _follow_memory(self, boxes: Sequence[Box]) -> None:
-        """Attaches anew on the device of the first tensors that are registered, where no device was given and the host was taken: CUDA was
-        not used when this engine attached. An error leaves the engine closed."""
+    def _follow_memory(self, device: str | None) -> None:
+        """Attaches anew on the device of the first tensors that come, where no device was given and the host was taken: CUDA was not used
+        when this engine attached. An error leaves the engine closed. `device`: None is the host."""
         if not self._follows_memory:
             return
-        device = next((box.memory.device_uuid for box in boxes if isinstance(box.memory, DeviceMemory)), None)
         if device is not None and self._on_host:
             options, connect, _ = self._options
             interruptible(self._handle.close, cancel=ends_soon)
@@ -478,7 +522,7 @@ class Engine(Member):
         if kind == native.EVENT_NOTHING:
             return None
         if kind == native.EVENT_PREPARE:
-            return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, self)
+            return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, bool(raw.flip), self)
         if kind == native.EVENT_PART:
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == native.EVENT_COMMITTED:

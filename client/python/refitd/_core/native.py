@@ -198,7 +198,7 @@ class refit_event(ctypes.Structure):
     _fields_ = _fields(
         struct_size=c_size_t, kind=c_int32, dirty=c_int32, version=c_int64, remaining_ms=c_int64, tensor_count=c_int64, update_id=c_uint64,
         part=c_int64, view_count=c_int64, views=POINTER(refit_view), reason=c_char_p, weights=c_int32, incarnation=c_uint64, owner=c_char_p,
-        digest=c_uint64,
+        digest=c_uint64, flip=c_int32,
     )  # fmt: skip
 
 
@@ -238,6 +238,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_version": (c_char_p, ()),
     "refit_last_error": (c_char_p, ()),
     "refit_last_failure": (_STATUS, (POINTER(refit_failure),)),
+    "refit_region_data": (c_void_p, (c_void_p,)),
+    "refit_region_bytes": (c_int64, (c_void_p,)),
     "refit_region_free": (None, (c_void_p,)),
     "refit_replace_group": (_STATUS, (POINTER(refit_connect_options),)),
     "refit_trainer_attach": (_STATUS, (POINTER(refit_trainer_options), _OUT)),
@@ -273,6 +275,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_update_refit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
     "refit_engine_attach": (_STATUS, (POINTER(refit_engine_options), _OUT)),
     "refit_engine_free": (None, (c_void_p,)),
+    "refit_engine_new_arena": (_STATUS, (c_void_p, c_int64, _OUT)),
     "refit_engine_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_engine_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
     "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),

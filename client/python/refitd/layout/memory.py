@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 from ..errors import InvalidArgument, ResourceExhausted, Unimplemented
 
@@ -338,15 +338,29 @@ class Region(mmap.mmap):
         return torch.frombuffer(self, dtype=kind, count=count, offset=byte_offset).view(tuple(shape))
 
 
+class Arena:
+    """Memory of an engine with two sides (`Engine.adopt`): `nbytes` bytes from `pointer`, on the engine's device. All tensors made of it
+    keep it."""
+
+    inherit = True
+
+    def __init__(self, pointer: int, nbytes: int, handle: Any) -> None:
+        """`handle`: the C region, which is closed with the last reference."""
+        self.pointer = pointer
+        self.nbytes = nbytes
+        self.handle = handle
+        _table.add(self)
+
+
 class _Table:
-    """All regions of this process, by address. Thread-safe."""
+    """All regions and arenas of this process, by address. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a region may go, and be removed, wherever Python collects garbage
         self._pointers: list[int] = []
-        self._regions: list[weakref.ref[Region]] = []
+        self._regions: list[weakref.ref[Region | Arena]] = []
 
-    def add(self, region: Region) -> None:
+    def add(self, region: Region | Arena) -> None:
         with self._lock:
             at = bisect.bisect(self._pointers, region.pointer)
             self._pointers.insert(at, region.pointer)
@@ -359,7 +373,7 @@ class _Table:
             if at < len(self._pointers) and self._pointers[at] == pointer and self._regions[at]() is None:
                 del self._pointers[at], self._regions[at]
 
-    def locate(self, pointer: int, nbytes: int) -> Region | None:
+    def locate(self, pointer: int, nbytes: int) -> Region | Arena | None:
         with self._lock:
             at = bisect.bisect(self._pointers, pointer) - 1
             region = self._regions[at]() if at >= 0 else None
@@ -371,7 +385,7 @@ class _Table:
         self._lock = threading.RLock()
         for found in self._regions:
             region = found()
-            if region is not None and not region.inherit:
+            if isinstance(region, Region) and not region.inherit:
                 _reserve(region)
 
 
@@ -388,8 +402,8 @@ _table = _Table()
 os.register_at_fork(after_in_child=_table.after_fork)
 
 
-def locate(pointer: int, nbytes: int) -> Region | None:
-    """The region that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
+def locate(pointer: int, nbytes: int) -> Region | Arena | None:
+    """The region, or the arena of any device, that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
     return _table.locate(pointer, nbytes)
 
 
@@ -484,39 +498,63 @@ def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True
 
 def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Region | None:
     """Moves the CPU tensors' storages into one new region, as `adopt` does; the tensor objects stay the same."""
+    return move_storages(tensors, "cpu", lambda nbytes: _with_bytes(Region(nbytes, inherit)))
+
+
+def _with_bytes(region: Region) -> tuple[Region, HostBytes]:
+    return region, HostBytes(region.pointer, region.nbytes, region)
+
+
+Room = TypeVar("Room")
+
+
+def move_storages(
+    tensors: Iterable[torch.Tensor], device_type: str, make: Callable[[int], tuple[Room, HostBytes | DeviceBytes]]
+) -> Room | None:
+    """Moves the storages of tensors on devices of that type into one new room, unless they lie in a region or an arena already. The tensor
+    objects stay the same, and tensors that share memory go on sharing it.
+
+    Args:
+        make: Makes the room for so many bytes, and gives its bytes.
+
+    Returns:
+        The room; None where there was nothing to move.
+    """
     import torch
 
     local: list[torch.Tensor] = []
     for tensor in tensors:
         # A DTensor's memory is its local tensor's.
         found = getattr(tensor, "_local_tensor", tensor)
-        if found.device.type == "cpu" and found.numel() > 0:
+        if found.device.type == device_type and found.numel() > 0:
             local.append(found)
-    places: dict[int, int] = {}  # storage's address: byte offset in the region
-    storages: dict[int, torch.UntypedStorage] = {}
+    places: dict[int, int] = {}  # storage's address: byte offset in the room
     total = 0
     for tensor in local:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in places or locate(storage.data_ptr(), storage.nbytes()) is not None:
             continue
         places[storage.data_ptr()] = total
-        storages[storage.data_ptr()] = storage
         total += aligned(storage.nbytes())
     if total == 0:
         return None
-    region = Region(total, inherit)
-    for pointer, storage in storages.items():
-        ctypes.memmove(region.pointer + places[pointer], pointer, storage.nbytes())
+    room, data = make(total)
+    moved: dict[int, torch.Tensor] = {}  # by storage's address: its bytes in the room
     with torch.no_grad():
         for tensor in local:
-            at = places.get(tensor.untyped_storage().data_ptr())
+            storage = tensor.untyped_storage()
+            at = places.get(storage.data_ptr())
             if at is None:
                 continue
-            whole = torch.frombuffer(region, dtype=torch.uint8, count=tensor.untyped_storage().nbytes(), offset=at)
-            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+            if storage.data_ptr() not in moved:
+                before = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                moved[storage.data_ptr()] = data.part(at, storage.nbytes()).torch((storage.nbytes(),), "uint8")
+                moved[storage.data_ptr()].copy_(before)
+            whole = moved[storage.data_ptr()]
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 whole.untyped_storage(), whole.storage_offset() // tensor.element_size() + tensor.storage_offset(), tensor.shape, tensor.stride()
             )
-    return region
+    return room
 
 
 class Source(NamedTuple):
