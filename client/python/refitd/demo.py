@@ -159,6 +159,7 @@ def _connect(socket: str) -> Connect:
 
 
 def _trainer(socket: str, rank: int) -> None:
+    """A trainer rank: fills its shards for each version, and refits when the parent lets it."""
     region = Region(MODEL_BYTES // RANKS)
     boxes = []
     for number, name in enumerate(SHARDED):
@@ -188,6 +189,7 @@ def _refit(trainer: Trainer, version: int) -> None:
 
 
 def _engine(socket: str) -> None:
+    """The engine: answers Prepare, and compares its memory after each outcome."""
     region = Region(MODEL_BYTES)  # what the engine computes with
     boxes = [
         Box(number, (0, 0), (SIDE, SIDE), (SIDE, 1), RegionMemory(region, number * TENSOR_BYTES, TENSOR_BYTES)) for number in range(len(_SPECS))

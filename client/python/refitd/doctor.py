@@ -223,6 +223,7 @@ _LOOKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
 
 
 def _look_at_socket(path: str) -> Finding:
+    """Looks whether a daemon takes connections at `path`."""
     figures = {"path": path}
     start = "start one: refitd --listen-unix PATH, and set REFITD_SOCKET=PATH; in a container, mount the folder of its socket"
     try:
@@ -261,6 +262,7 @@ def _examine_daemon(path: str, what: str) -> Iterator[Finding]:
 
 
 def _look_at_daemon(path: str, what: str) -> Finding:
+    """Asks the daemon for its status by refitctl."""
     version = _version()
     try:
         control = find("refitctl")
@@ -297,6 +299,7 @@ def _refit(path: str) -> Finding:
 
 
 def _refit_twice(path: str) -> list[float]:
+    """Refits 1 MiB twice through the daemon at `path`; returns the seconds of each refit."""
     group = f"refitd-doctor-{os.getpid()}-{os.urandom(4).hex()}"
     spec = TensorSpec("doctor", "uint8", (REFIT_BYTES,))
 

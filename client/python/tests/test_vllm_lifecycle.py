@@ -145,7 +145,7 @@ class World:
         self.lease = False
         update, self.update = self.update, None
         if had_lease:
-            self.tell(self.machine.lost(good=self.machine.clean and (update is None or not update["ready"])))
+            self.tell(self.machine.lost(clean=self.machine.clean and (update is None or not update["ready"])))
 
     def daemon_comes(self):
         if self.daemon:

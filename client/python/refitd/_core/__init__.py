@@ -59,6 +59,7 @@ class _Job(Generic[T]):
         self.on_done: Callable[[], None] | None = None
 
     def run(self) -> None:
+        """Makes the call on the helper thread, unless it was withdrawn."""
         with self._lock:
             if self._abandoned:
                 return

@@ -74,6 +74,7 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
 
 
 def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
+    """A source for a torch tensor: its memory if that is contiguous on the host, else copies by torch."""
     known = _torch_dtypes.get(tensor.dtype)
     if known is None:
         known = _torch_dtypes[tensor.dtype] = resolve(tensor.dtype, f"tensor '{name}'")
@@ -121,6 +122,7 @@ def _of_other(torch: Any, name: str, value: Any) -> Source:
 
 
 def _of_numpy(numpy: Any, name: str, value: Any) -> Source:
+    """A source for a numpy array: its memory if that is contiguous, else copies by numpy."""
     dtype = resolve(value.dtype, f"tensor '{name}'")
     if isinstance(value, numpy.ma.MaskedArray):
         raise InvalidArgument(f"tensor '{name}' is a masked array: push its data, or fill it", tensor=name)
@@ -156,6 +158,7 @@ def _of_dlpack(torch: Any, name: str, value: Any) -> Source:
 
 
 def _of_buffer(name: str, view: memoryview) -> Source:
+    """A source for an object with the buffer protocol."""
     found = _FORMATS.get((view.format.lstrip("@="), view.itemsize))
     if found is None:
         raise InvalidArgument(f"tensor '{name}': a buffer of format {view.format!r}, which is none of refitd's dtypes", tensor=name)

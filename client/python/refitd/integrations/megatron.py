@@ -359,6 +359,7 @@ def _global_numbers(name: str, local: Mapping[str, str], place: Place) -> dict[s
 
 
 def _shards_of(name: str, parameter: Any, mapped: Mapped, numbers: Mapping[str, int], place: Place) -> Iterator[Shard]:
+    """The shards that one parameter is. `numbers`: global layer and expert, for the names of tensors."""
     tp, tp_size = (place.etp, place.etp_size) if mapped.expert else (place.tp, place.tp_size)
     index, count = place.expert_replica if mapped.expert else place.replica
     shape = tuple(parameter.shape)

@@ -353,6 +353,7 @@ def place(name: str, tensor: Any, rank: int) -> Placed:
 
 @lru_cache(maxsize=65536)
 def _place(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]) -> Placed:
+    """place() by values, which many tensors have in common."""
     dims: list[list[Range]] = []
     largest = 1
     for dim, n in enumerate(shape):

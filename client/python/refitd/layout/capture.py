@@ -365,6 +365,7 @@ class _Run:
         self._runs = False
 
     def run(self, load_weights: Callable[[Iterable[tuple[str, Any]]], Any]) -> None:
+        """Calls the loader, then undoes what it did to modules and parameters. Raises the first failure, though the loader may catch it."""
         import torch
 
         module = _Module(load_weights)
@@ -477,6 +478,7 @@ class _Run:
 
 @lru_cache(maxsize=1)
 def _lazy_class() -> Any:
+    """The class of tensors without storage, made when torch is there."""
     import torch
 
     class Lazy(torch.Tensor):
@@ -519,6 +521,7 @@ def _lazy_class() -> Any:
 
 @lru_cache(maxsize=1)
 def _mode_class() -> Any:
+    """The class of the mode that sees every operation of the loader, made when torch is there."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -610,6 +613,7 @@ def _mode_class() -> Any:
             return lazy(self._run, meta, walk, source.refitd_names, source.refitd_why)
 
         def _view(self, func: Any, source: Any, args: Any, kwargs: Any) -> Any:
+            """Makes the view, and the same view of the walk if the walk has the tensor's shape."""
             metas = func(source.refitd_meta, *args[1:], **kwargs)
             why = source.refitd_why
             if source.refitd_walk is source.refitd_meta:
@@ -643,6 +647,7 @@ def _mode_class() -> Any:
             return lazy(self._run, meta, source.refitd_walk, source.refitd_names, why)
 
         def _computed(self, func: Any, lazies: list[Any], args: Any, kwargs: Any) -> Any:
+            """An operation that computes with lazy tensors: what it writes or returns becomes no box."""
             names = tuple(dict.fromkeys(name for source in lazies for name in source.refitd_names))
             why = next((source.refitd_why for source in lazies if source.refitd_why), None) or f"is computed with, by {func}"
             written = self._written_by(func, args, kwargs)

@@ -347,6 +347,7 @@ _CUDA_NO_DEVICE = 100
 
 
 def _look_at_gpus() -> Finding:
+    """Lists the GPUs that this process sees, and what they support."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -407,6 +408,7 @@ def _look_at_ipc() -> Finding:
 
 
 def _look_at_nccl() -> Finding:
+    """Looks for a libnccl.so.2 that loads."""
     candidates = ["libnccl.so.2"]
     for folder in sys.path:
         candidates += glob.glob(os.path.join(folder or ".", "nvidia", "nccl", "lib", "libnccl.so.2"))

@@ -160,6 +160,7 @@ class _Options:
 
 
 def _collect(x: Any, options: _Options, found: _Found) -> Layout:
+    """collect() with its arguments checked and the tensors of `x` found."""
     collector = _Collector(options.rules, options.tied, options.rank, options.device)
     held: list[_BoundShard] = []
     with paused():
@@ -239,6 +240,7 @@ class _Found:
 
 
 def _find(x: Any, options: _Options) -> _Found:
+    """Finds the tensors of `x`, and where their names are looked up later."""
     buffers = options.buffers
     if hasattr(x, "named_parameters") and hasattr(x, "state_dict"):
         named = _of_module(x, buffers)
@@ -422,6 +424,7 @@ def _kind_of(kind: type) -> str:
 
 
 def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Iterator[_BoundShard]:
+    """The shards that this rank holds of a tensor, DTensor or ShardedTensor."""
     if isinstance(tensor, Added):
         for held in _of_tensor(name, tensor.tensor, rank, world_size):
             yield replace(held, shard=replace(held.shard, addition=tensor.addition))
@@ -594,6 +597,7 @@ class _Collector:
         self._memory: dict[tuple[Any, ...], str] = {}
 
     def add(self, held: _BoundShard) -> None:
+        """Checks a shard, and adds it as a box or as a cast."""
         shard = held.shard
         name, tensor = shard.name, shard.tensor
         if shard.addition is not None:
@@ -775,6 +779,7 @@ def _clean(name: str) -> str:
 
 
 def _of_unit(prefix: str, unit: Any) -> Iterator[Shard]:
+    """The shards of the parameters of one FSDP unit, as views of its flat parameter."""
     handle = unit._handle
     flat = handle.flat_param
     sharded = handle.uses_sharded_strategy

@@ -336,6 +336,7 @@ def _reasons(model: Any, held: Sequence[_Entry], inside: Any) -> dict[str, str]:
 
 
 def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], inside: Any, processed: Any) -> Any:
+    """Runs the loader dry with parameters in its format. Raises FailedPrecondition where post-processing removed one of them."""
     import torch
 
     from ..layout.capture import capture

@@ -280,6 +280,7 @@ class Driver:
         return []
 
     def _register(self, dirty: bool) -> list[Action]:
+        """Attaches all ranks; tries again after errors, as `patient` allows."""
         pause = RETRY_SECONDS[0]
         deadline = time.monotonic() + self.settings.wait_seconds
         while not self._closed.is_set():

@@ -182,6 +182,7 @@ class Rank:
             raise UpdateAborted(f"version {prepare.version}: {why}", culprit=culprit, dirty=error.dirty) from error
 
     def _await_prepare(self, member: Engine, wanted: int | None, wait_seconds: float) -> Prepare:
+        """Waits until an update begins, to version `wanted` if that is not None."""
         deadline = time.monotonic() + wait_seconds
         while True:
             event = member._next_or_none(None, max(0.0, deadline - time.monotonic()))
@@ -196,6 +197,7 @@ class Rank:
                 self.clean = False
 
     def _await_outcome(self, member: Engine, prepare: Prepare) -> None:
+        """Waits for the outcome of the update, and brings a committed version in. Raises UpdateAborted, DeadlineExceeded."""
         clean_before = self.clean
         self.clean = False  # until the outcome is known
         event = None
@@ -463,6 +465,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _prepare(self, event: Prepare) -> None:
+        """Waits for the uses under way, and answers that the rank is ready, or why it can't be."""
         with self._changed:
             self._preparing = True
             self._changed.notify_all()

@@ -302,6 +302,7 @@ class Endpoints:
         add_routes(app, lambda: self.driver)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Makes the driver and lets it serve; vLLM calls this when its engine client is there."""
         if engine_client is None:
             return
         settings = Settings.of_server(logger)
