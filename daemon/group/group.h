@@ -743,8 +743,8 @@ struct PeerHeader {
   std::vector<uint32_t> bucket_ranges;
   std::vector<bool> skip;         // by destination; true: evicted since
   std::vector<MemberId> readers;  // ranks that will be handed the slot
-  // Root. With a slot, kAuto leaves the choice to the executor. Without a slot every method is
-  // kDirect.
+  // Root. The method to use. kAuto: the executor chooses. Without a slot the part goes by kDirect,
+  // whatever this says.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
   // The part was announced before, over a communicator that was closed. The root sends the slot
   // that it packed then; the other nodes of this header lack the part.
@@ -851,7 +851,7 @@ struct RefuseMember {
 struct WelcomeMember {
   MemberId member;
 };
-// Something that status or watch shows has changed.
+// The group has changed in a way that status or watch shows.
 struct StateChanged {};
 // One line for the log, written once where its cause is first detected.
 struct LogLine {

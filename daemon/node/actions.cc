@@ -40,8 +40,8 @@ std::string_view ReasonOf(GiveUpClass kind, bool stops) {
   return kReasonOther;
 }
 
-// Handles a report that can't be sent. If a call or a member waits for an answer to the report, it
-// gets the refusal that the coordinator would send. Otherwise the link counts as lost.
+// Handles a report that can't be sent. A call or member that waits for an answer to the report gets
+// the refusal that the coordinator would send. If none waits, the link counts as lost.
 void ReportRefused(DaemonState& state, const std::string& name, const PeerLink* link,
                    PeerLink::Refused refused) {
   StateLock lock(&state.mutex, StateLock::Order::kAhead);

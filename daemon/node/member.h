@@ -26,7 +26,8 @@ namespace refitd {
 struct Peer {
   std::optional<PeerCredentials> credentials;
   std::string identity{};  // of the certificate; empty: no TLS
-  // Whether it may be a trainer of the group that it named though another identity owns the group.
+  // Whether the process may be a trainer of the group that it named although another identity owns
+  // that group.
   bool any_owner = false;
 };
 

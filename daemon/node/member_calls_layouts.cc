@@ -15,7 +15,7 @@
 namespace refitd {
 namespace {
 
-// The layout, whose bytes are counted while somebody refers to it.
+// The layout, whose bytes count as long as anybody refers to it.
 std::shared_ptr<const Layout> Counted(Layout layout, ByteLedger::Hold hold) {
   struct Both {
     Layout layout;
@@ -144,7 +144,8 @@ void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine,
   HandLayout({call, caller, engine, *std::move(checked), std::move(reply)}, std::nullopt);
 }
 
-// Gives the layout to the group; of a rank that claims a version, once its memory was read.
+// Gives the layout to the group. If the rank claims a version, its memory was read before:
+// `content`.
 void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   const RegisteredLayout registered{
       r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()), r.layout->Bytes()};

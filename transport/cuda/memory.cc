@@ -49,10 +49,10 @@ absl::Status Refused(const absl::Status& status, std::string_view what) {
 
 // Open regions by address. Lives as long as there are regions, even after the Memory was destroyed.
 //
-// Entries keep no region alive; Find locks the weak pointer, which fails when the last shared_ptr
-// is gone, so a region that is being closed is never given out. Several regions may have one
-// address: a block may come with two handles, and the driver may reuse an address while the region
-// that had it is being destroyed.
+// Entries keep no region alive: Find locks the weak pointer, which fails once the last shared_ptr
+// was dropped, so that a region that is being closed is never given out. Several regions may have
+// one address: a block may come with two handles, and the driver may reuse an address while the
+// region that had it is being destroyed.
 class RegionIndex {
  public:
   void Add(const std::shared_ptr<const DeviceRegion>& region) {
@@ -115,7 +115,7 @@ absl::StatusOr<Opened> OpenHandle(const WatchedDriver& driver, int device,
   return opened;
 }
 
-// An error of closing is ignored: it can't be returned to anyone, and the context is lost then.
+// Ignores an error of closing: nobody waits for its status, and the context is lost then anyway.
 void CloseHandle(const WatchedDriver& driver, int device, const Opened& opened) {
   const CallWatch::Call call(driver.calls.get(), device, "closing a CUDA IPC handle");
   const ScopedContext current(driver.api(), opened.context);
@@ -725,7 +725,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
  private:
   static constexpr size_t kMaxUuidInMessage = 64;
 
-  // Returns null if nobody is to be told of a loss.
+  // Null: nobody wants to know of a loss.
   std::shared_ptr<CallWatch> WatchFor(const CudaMemoryOptions& options) const {
     if (options.lost == nullptr) return nullptr;
     return std::make_shared<CallWatch>(
@@ -750,7 +750,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     if (DeviceBytes(device) > 0) return absl::OkStatus();
     return Error(absl::StatusCode::kInvalidArgument, "no CUDA device {}", device);
   }
-  // Turns `status` into an error about new memory.
+  // Makes `status` an error about new memory.
   static absl::Status OfNew(int device, int64_t bytes, const absl::Status& status) {
     if (status.ok() || IsLost(status)) return status;
     return Prefixed(status, "{} bytes of device {}", bytes, device);
@@ -798,7 +798,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
   const std::vector<CudaDevice> devices_;
   const std::chrono::milliseconds limit_;
-  const std::shared_ptr<LostContext> lost_;  // is told of devices that hang
+  const std::shared_ptr<LostContext> lost_;  // takes reports of devices that hang
   const WatchedDriver driver_;
   const std::shared_ptr<RegionIndex> index_ = std::make_shared<RegionIndex>();
   Mutex mutex_;

@@ -8,7 +8,7 @@
 // all devices. DeviceRegion::On gives the address.
 //
 // Legacy handles (cudaIpcGetMemHandle) name a whole block of cudaMalloc, whatever address in it
-// they were made from. A handle that is open already is not opened again: both users hold the same
+// they were made from. A handle that is open already is not opened again: both users share its
 // region. P6: a region is closed when its last shared_ptr is destroyed, and every copy holds one
 // until it has ended. P8: the memory of a dead process is therefore freed when its last copy ended
 // (measured: the memory lives until then, docs/decisions.md). P10: sizes come from the driver,
@@ -78,8 +78,8 @@ struct CudaMemoryOptions {
 // a UUID, and its error names the devices that exist.
 class CudaMemory : public DeviceMemory {
  public:
-  // Loads the driver; no context yet. UNAVAILABLE: no driver, no device, or CUDA is not compiled
-  // in.
+  // Loads the driver, and makes no context yet. UNAVAILABLE: no driver, no device, or CUDA is not
+  // compiled in.
   static absl::StatusOr<std::shared_ptr<CudaMemory>> Create(
       const std::string& library = "libcuda.so.1", const CudaMemoryOptions& options = {});
 
@@ -91,9 +91,9 @@ class CudaMemory : public DeviceMemory {
     return "";
   }
 
-  // GiveBack calls the watchers, which let go of the pool at once or soon; the pool's memory is
-  // freed when the last of them has let go. `let_go` runs on the thread that called GiveBack, and
-  // never again after UnwatchPools returned.
+  // GiveBack calls the watchers, which drop their references to the pool at once or soon; the
+  // pool's memory is freed with the last of these. `let_go` runs on the thread that called
+  // GiveBack, and never again after UnwatchPools returned.
   virtual void WatchPools(const void* watcher, std::function<void(const DeviceRegion&)> let_go) = 0;
   virtual void UnwatchPools(const void* watcher) = 0;
   // Makes a buffer. INVALID_ARGUMENT and RESOURCE_EXHAUSTED mean what they mean for MakePool.

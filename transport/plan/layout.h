@@ -218,9 +218,9 @@ struct Layout {
   int64_t Bytes() const;
 };
 
-// Turns tensors that lie in exactly the memory of a tensor before them, piece by piece and of the
-// same dtype and shape, into ties, and takes their pieces away. Other pieces that share memory
-// stay; ValidateLayout refuses them.
+// Makes ties of tensors that lie in exactly the memory of an earlier tensor, piece by piece and of
+// the same dtype and shape, and removes their pieces. Other pieces that share memory stay;
+// ValidateLayout refuses them.
 void TieSharedTensors(Layout* layout);
 
 // Returns the size in bytes of a region, or nullopt if the member has no such region.
@@ -232,8 +232,8 @@ using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 // that every element is written exactly once); spans may interleave, as column slices of one matrix
 // do; a tied tensor has no pieces and the dtype and shape of one that is not tied. Errors name
 // tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more tensors or pieces than
-// a layout may have; else INVALID_ARGUMENT, also if showing that pieces are disjoint takes more
-// work than a limit which layouts of real models don't come near.
+// a layout may have; else INVALID_ARGUMENT, also if proving that pieces are disjoint takes more
+// work than a limit that layouts of real models don't come near.
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination);
 // Checks the layout's backs: every region that a piece names has one of as many bytes, no region
@@ -277,7 +277,7 @@ struct PackedBucket {
   int64_t bytes = 0;                  // end of the last range
 };
 
-// An alignment in bytes: the one that torch's allocator and NeMo-RL's packing give.
+// The alignment in bytes that torch's allocator and NeMo-RL's packing have.
 inline constexpr int64_t kPackAlignment = 512;
 constexpr int64_t AlignUp(int64_t bytes) {
   return (bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;

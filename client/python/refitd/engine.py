@@ -44,7 +44,8 @@ class Weights(IntEnum):
 class Prepare:
     """An update begins: stop reading the weights, synchronise the device, then call ready().
 
-    `remaining_seconds`: of the update. `tensor_count`: what the trainer announced at the begin, of all ranks; None: it did not.
+    `remaining_seconds`: how long the update may take from now. `tensor_count`: how many tensors the trainer's ranks
+    announced together; None: they did not.
     `flip`: the version lies in the other side of the engine's arena, complete and verified; ready() puts it into place.
     """
 
@@ -55,11 +56,11 @@ class Prepare:
     engine: Engine = field(repr=False, compare=False)
 
     def ready(self) -> None:
-        """Says that this rank no longer reads its weights. Raises FailedPrecondition where that is not due (any more)."""
+        """Answers that this rank no longer reads its weights. Raises FailedPrecondition where no answer is due (any more)."""
         self.engine.ready(self.version)
 
     def fail(self, reason: str) -> None:
-        """Says that this rank can't take the update; Aborted follows."""
+        """Refuses the update; Aborted follows."""
         self.engine.fail(self.version, reason)
 
 
@@ -67,8 +68,8 @@ class Prepare:
 class View:
     """A tensor of `shape` and `dtype`, or its elements [start, start + count) in row-major order, in the daemon's memory.
 
-    Read-only, though torch can't say so: a write there ends the process. The memory stays mapped as long as anything made of it,
-    but it shows other bytes once the part was acknowledged: copy what is needed longer.
+    Read-only, though torch can't mark it so: a write there ends the process. The memory stays mapped as long as an array or tensor of
+    it exists, but has other bytes once the part was acknowledged: copy what is needed longer.
     """
 
     name: str
@@ -115,11 +116,11 @@ class Part:
     engine: Engine = field(repr=False, compare=False)
 
     def ack(self) -> None:
-        """Says that the views are no longer read: on a GPU, that all work that reads them has ended."""
+        """Answers that the views are no longer read: on a GPU, that all work that reads them has ended."""
         self.engine.ack(self)
 
     def fail(self, reason: str) -> None:
-        """Says that this rank can't go on with the update; Aborted follows. ack() is due all the same."""
+        """Refuses to go on with the update; Aborted follows. ack() is due all the same."""
         self.engine.fail(self.version, reason)
 
 
@@ -155,7 +156,7 @@ class Draining:
 
 @dataclass(frozen=True)
 class Lost:
-    """The daemon went away, and is tried again (`reattach_seconds`). Resume if `weights` is CLEAN; use no views any more."""
+    """The daemon was lost, and the library tries to attach again (`reattach_seconds`). Resume if `weights` is CLEAN; use no views any more."""
 
     reason: str
     weights: Weights
@@ -163,7 +164,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Reattached:
-    """A daemon is there again. `version` is what this rank holds; None: nothing that is good."""
+    """A daemon is there again. `version` is what this rank holds; None: no clean version."""
 
     version: int | None
     weights: Weights
@@ -173,7 +174,7 @@ Event = Union[Prepare, Part, Committed, Aborted, Draining, Lost, Reattached]
 
 
 class Joiner:
-    """Makes whole tensors of parts: those larger than a slot arrive in several.
+    """Makes whole tensors of parts: a tensor larger than a slot arrives in several.
 
         joiner = Joiner()
         for event in engine:
@@ -187,7 +188,7 @@ class Joiner:
     """
 
     def __init__(self) -> None:
-        self._begun: dict[str, tuple[View, dict[int, int]]] = {}  # the whole view, and counts by start
+        self._begun: dict[str, tuple[View, dict[int, int]]] = {}  # by name, the whole tensor, and the counts of its parts by start
 
     def add(self, part: Part) -> Iterator[View]:
         """Yields the whole tensors of the part, and those that it completes, in the part's order. The part has been read only when the
@@ -204,6 +205,7 @@ class Joiner:
                 yield joined
 
     def _join(self, view: View, engine: Engine) -> View | None:
+        """Copies a part into its whole tensor; returns that tensor once it is complete."""
         begun = self._begun.get(view.name)
         if begun is None:
             nbytes = math.prod(view.shape) * DTYPES[view.dtype].itemsize
@@ -234,7 +236,7 @@ class Joiner:
         return list(self._begun)
 
     def reset(self) -> None:
-        """Forgets what is not complete: on Committed, Aborted and Lost."""
+        """Forgets tensors that are not complete; call it on Committed, Aborted and Lost."""
         self._begun.clear()
 
 
@@ -298,8 +300,8 @@ class Engine(Member):
             catch_up: Without `loader`, whether the rank takes part in catch-ups. If its instance lacks the group's version, it gets that version
                 from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance holds the
                 version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
-                answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say
-                False where it is not, or where events are taken only when the trainer says so.
+                answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Pass
+                False where it is not, or where events are taken only when the trainer calls.
             device: Where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where torch has used CUDA in this
                 process, else host memory until tensors on a GPU are registered, for which the engine attaches anew there.
             socket: The path of the daemon's socket, in short for `connect.socket`.
@@ -468,23 +470,26 @@ class Engine(Member):
     def next(self, timeout_seconds: float | None = None) -> Event:
         """The next event. Raises DeadlineExceeded after `timeout_seconds` (None: never), Closed after close(), and what ended the
         lease (Unavailable, ...) once no event is left."""
-        event = self._next_unless(None, timeout_seconds)
+        event = self._next_or_none(None, timeout_seconds)
         if event is None:
             raise DeadlineExceeded(f"{self.label}: no event within {timeout_seconds} s")
         return event
 
     def poll(self, seconds: float = 0.0) -> Event | None:
         """The next event, or None after `seconds`."""
-        return self._next_unless(None, seconds)
+        return self._next_or_none(None, seconds)
 
-    def _next_unless(self, stopped: threading.Event | None, timeout_seconds: float | None) -> Event | None:
+    def _next_or_none(self, stopped: threading.Event | None, timeout_seconds: float | None) -> Event | None:
         """The next event; None after `timeout_seconds`, or soon after `stopped` was set."""
-        gone = threading.Event()
-        number, event = interruptible(lambda: self._take(gone, stopped, timeout_seconds), cancel=gone.set, disown=self._restore)
+        caller_left = threading.Event()
+        # A signal handler may end the wait: `cancel` then ends _take, and `disown` puts back an event that it took.
+        _, event = interruptible(lambda: self._take(caller_left, stopped, timeout_seconds), cancel=caller_left.set, disown=self._restore)
         return event
 
-    def _take(self, gone: threading.Event, stopped: threading.Event | None, timeout_seconds: float | None) -> tuple[int, Event | None]:
-        """Returns what _next_unless returns, with the event's number. `gone` is set when its caller waits no more.
+    def _take(
+        self, caller_left: threading.Event, stopped: threading.Event | None, timeout_seconds: float | None
+    ) -> tuple[int, Event | None]:
+        """Returns what _next_or_none returns, with the event's number. `caller_left` is set when the caller waits no more.
 
         Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _restore().
         """
@@ -492,7 +497,7 @@ class Engine(Member):
         while True:
             remaining = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
             with self._events:
-                if gone.is_set():
+                if caller_left.is_set():
                     return 0, None
                 if self._pending:
                     return self._pending.pop(0)
@@ -506,11 +511,11 @@ class Engine(Member):
                 return 0, None
 
     def _put_back(self, event: Event) -> None:
-        """For a caller that took an event which it can't use now: the next call gets it before any other."""
+        """For a caller that can't use its event now: the next call gets that event before any other."""
         self._restore((-1, event))
 
     def _restore(self, taken: tuple[int, Event | None]) -> None:
-        """For a caller that was interrupted or cancelled when it had the event all but in hand: the next call gets it in its order."""
+        """For a caller that was interrupted or cancelled after the event was taken: the next call gets the event, in its order."""
         number, event = taken
         if event is not None:
             with self._events:
@@ -518,6 +523,7 @@ class Engine(Member):
                 self._pending.sort(key=lambda entry: entry[0])
 
     def _event(self, handle: int, raw: native.refit_event) -> Event | None:
+        """The library's event as an object; None: nothing happened that this version knows."""
         kind = raw.kind
         if kind == native.EVENT_NOTHING:
             return None
@@ -539,7 +545,7 @@ class Engine(Member):
         return None  # an event of a later library
 
     def _mark_written(self) -> None:
-        """The daemon wrote past torch: copies of weights that a module keeps by a tensor's version are stale from now on (P11)."""
+        """Counts up the versions of tensors that the daemon wrote past torch: copies that a module keeps by a version become stale (P11)."""
         with self._lock:
             registration, places = self._registration, self._places
         if registration is None or "torch" not in sys.modules:
@@ -550,6 +556,7 @@ class Engine(Member):
         mark_written(written)
 
     def _views(self, handle: int, raw: native.refit_event) -> tuple[View, ...]:
+        """The views of a Part, each of which keeps the slot's memory mapped."""
         hold = made_by("refit_engine_hold", handle, free="refit_hold_free", what="a part's memory", context=self.label)
         views = []
         for i in range(raw.view_count):
@@ -566,7 +573,7 @@ class Engine(Member):
         kind = devices.kind_of(self.device)
         if kind is not None and self.device is not None:
             return kind.new_bytes(self.device, nbytes)
-        room = Region(max(nbytes, 1))  # of its own, so it is page-aligned, and the system gets it back as soon as it is unused
+        room = Region(max(nbytes, 1))  # a region of its own is page-aligned, and is freed as soon as it is unused
         return HostBytes(room.pointer, nbytes, room)
 
     # ---- answers ----
@@ -574,13 +581,14 @@ class Engine(Member):
     def ready(self, version: int) -> None:
         """Answers Prepare: this rank no longer reads its weights.
 
-        Raises FailedPrecondition where that is not due (any more), and where a registered tensor's memory moved since, which nothing
-        would be written to: the update fails then, and the tensors must be registered again.
+        Raises FailedPrecondition where no answer is due (any more), and where a registered tensor lies in other memory now, which nobody
+        would write: the update fails then, and the tensors must be registered again.
         """
         self._check_unmoved(version)
         self._check("ready", checked_version(version))
 
     def _check_unmoved(self, version: int) -> None:
+        """Refuses the update where a registered tensor lies in other memory now."""
         with self._lock:
             registration, places = self._registration, self._places
         if registration is not None and registration.moved():
@@ -595,11 +603,11 @@ class Engine(Member):
         raise FailedPrecondition(f"{why}: register the parameters again", culprit=culprit)
 
     def ack(self, part: Part) -> None:
-        """Answers Part: its views are no longer read. Raises FailedPrecondition where that is not due (any more)."""
+        """Answers Part: its views are no longer read. Raises FailedPrecondition where no answer is due (any more)."""
         self._check("ack", part.update_id, part.part)
 
     def fail(self, version: int, reason: str) -> None:
-        """Says that this rank can't go on with the update to `version`; Aborted follows."""
+        """Refuses to go on with the update to `version`; Aborted follows."""
         self._check("fail", checked_version(version), text(reason))
 
     # ---- state ----
@@ -611,7 +619,7 @@ class Engine(Member):
 
     @property
     def version(self) -> int | None:
-        """The version installed here; None: none, or the weights are not good."""
+        """The version installed here; None: none, or the weights are not clean."""
         return self._ask_version("version")
 
 
@@ -619,15 +627,15 @@ def _tied_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mappi
     """The boxes of the names in `tied`: the library knows by equal boxes that two names are one memory."""
     numbers = {spec.name: i for i, spec in enumerate(tensors)}
     for name, kept in tied.items():
-        number, of = numbers.get(name), numbers.get(kept)
-        if number is None or of is None:
+        number, owner = numbers.get(name), numbers.get(kept)
+        if number is None or owner is None:
             continue
-        if (tensors[number].dtype, tuple(tensors[number].shape)) == (tensors[of].dtype, tuple(tensors[of].shape)):
-            yield from [replace(box, tensor_index=number) for box in boxes if box.tensor_index == of]
+        if (tensors[number].dtype, tuple(tensors[number].shape)) == (tensors[owner].dtype, tuple(tensors[owner].shape)):
+            yield from [replace(box, tensor_index=number) for box in boxes if box.tensor_index == owner]
 
 
 def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
-    """The entry as a TensorSpec, which it is already, or which is made of (name, dtype, shape)."""
+    """Returns a TensorSpec as it is; makes one of (name, dtype, shape)."""
     if isinstance(entry, TensorSpec):
         return entry
     name, dtype, shape = entry
@@ -644,7 +652,7 @@ class Inbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
         self.loop = loop
         self._engine = engine
-        self._turn: asyncio.Future[None] = loop.create_future()  # done when the turn of the next to ask begins
+        self._turn: asyncio.Future[None] = loop.create_future()  # done when the task that asks next may read
         self._turn.set_result(None)
 
     async def next(self, timeout_seconds: float | None) -> Event | None:
@@ -652,17 +660,17 @@ class Inbox:
         deadline = None if timeout_seconds is None else self.loop.time() + timeout_seconds
         turn, following = self._turn, self.loop.create_future()
         self._turn = following
-        last: asyncio.Future[Any] = turn  # the turn is over with it
-        gone = threading.Event()
+        last: asyncio.Future[Any] = turn  # the turn ends when this is done
+        caller_left = threading.Event()
         try:
             if not turn.done() and not (await asyncio.wait((turn,), timeout=timeout_seconds))[0]:
                 return None
             remaining = None if deadline is None else max(deadline - self.loop.time(), 0.0)
-            take = partial(self._engine._take, gone, None, remaining)
-            last = self.loop.create_task(awaited(take, cancel=gone.set, disown=self._engine._restore))
+            take = partial(self._engine._take, caller_left, None, remaining)
+            last = self.loop.create_task(awaited(take, cancel=caller_left.set, disown=self._engine._restore))
             return (await asyncio.shield(last))[1]  # type: ignore[no-any-return]
         except asyncio.CancelledError:
-            gone.set()
+            caller_left.set()
             if last is not turn:
                 last.add_done_callback(self._put_back)
             raise

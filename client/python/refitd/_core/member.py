@@ -272,14 +272,14 @@ class Connect:
         socket: The path of the daemon's socket; None: REFITD_SOCKET, else /run/refitd/refitd.sock.
         coordinator: "HOST:PORT" of the daemon that has the group; None: this one. It is one name, which the daemon resolves anew
             whenever it joins the group.
-        wait_seconds: How long daemon and group are waited for (10).
+        wait_seconds: How long to wait for daemon and group (10).
         call_margin_seconds: Added to what remains of an update as the deadline of its calls (5).
-        reattach_seconds: How long a daemon that went away is looked for, to attach again; None: the lease's end is the end.
+        reattach_seconds: How long to try to attach again after the daemon was lost; None: not at all.
         silence_seconds: A daemon that is silent for this long is lost (30).
         client: Free text for status pages.
         address: "HOST:PORT" of the daemon, in place of `socket`, for trainers. Over TCP nothing shares memory: the rank can push, in
             calls of at most 1 MiB each, and can't register.
-        tls: The certificates that TCP takes; None: those that the environment names.
+        tls: The certificates for TCP; None: those that the environment names.
         insecure: Whether TCP without certificates is allowed, for laboratories.
     """
 
@@ -295,7 +295,7 @@ class Connect:
     insecure: bool = False
 
     def to(self, socket: str | None) -> Connect:
-        """This, to the daemon at `socket` where that is given. Raises InvalidArgument where this names a daemon as well."""
+        """The same options with the daemon at `socket`, unless that is None. Raises InvalidArgument where these name a socket as well."""
         if socket is None:
             return self
         if self.socket is not None:
@@ -303,7 +303,7 @@ class Connect:
         return replace(self, socket=socket)
 
     def _structure(self, group: str, device: str | None, spec: native.refit_group_spec | None = None) -> native.refit_connect_options:
-        """The C structure. What it points to lives as long as the structure does."""
+        """The C structure, which keeps everything that it points to."""
         texts_ = {name: getattr(self, name) for name in ("socket", "coordinator", "client", "address")}
         for name, value in {"group": group, "device": device, **texts_}.items():
             if value is not None and (not isinstance(value, str) or "\0" in value):
@@ -336,17 +336,17 @@ class Connect:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What a group is beside its name and its number of trainer ranks. The first rank makes the group; the others bring an equal spec.
+    """The properties of a group beside its name and its number of trainer ranks. The first rank makes the group; the others bring an equal spec.
 
     Attributes:
         min_instances: How many engine instances an update waits for.
         slot_bytes: Bytes of a staging slot, a multiple of 4,096; None: the daemon's default.
         slots: How many staging slots there are, 2 to 64; None: the daemon's default.
         engine_only_tensors: Patterns of names that trainers never bring.
-        unwanted_tensors: Patterns of names that no engine need want, pushed or registered.
+        unwanted_tensors: Patterns of names that need reach no engine, pushed or registered.
         max_lag: How far an instance's version may be behind the group's while the instance counts as ready.
-        encrypted_data: Whether bytes cross between daemons encrypted or not at all: daemons that can't are refused, and so are GPUs
-            over several daemons.
+        encrypted_data: Whether bytes between daemons must be encrypted: daemons that can't encrypt are refused, and so are GPUs over
+            several daemons.
     """
 
     min_instances: int = 1
