@@ -131,8 +131,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   // Ends the lease at once; status() shows that soon.
   void Cancel() { context_.TryCancel(); }
 
-  // Ends the lease in order, by the message `detach`; after `limit` by force. Returns when the
-  // lease has ended, or after twice the limit.
+  // Sends `detach`, by which the daemon ends the lease; cancels the stream if the lease has not
+  // ended after `limit`. Returns when the lease has ended, at the latest after twice the limit.
   void Close(Out detach, Duration limit) {
     MutexLock lock(&mutex_);
     if (done_) return;

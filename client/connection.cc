@@ -375,6 +375,13 @@ absl::StatusOr<RegionId> Connection::DaemonRegion(RegionId id) {
   return Error(absl::StatusCode::kNotFound, "region {} is none of this member's", id);
 }
 
+void Connection::Exchange(const RegionBack& pair) {
+  MutexLock lock(&mutex_);
+  const auto front = regions_.find(pair.region.value());
+  const auto back = regions_.find(pair.back.value());
+  if (front != regions_.end() && back != regions_.end()) std::swap(front->second, back->second);
+}
+
 absl::Status Connection::ToProto(v1::Bucket* bucket) {
   if (!bucket->has_regions()) return absl::OkStatus();
   for (v1::RegionRef& ref : *bucket->mutable_regions()->mutable_refs()) {
@@ -387,6 +394,10 @@ absl::Status Connection::ToProto(v1::Bucket* bucket) {
 absl::Status Connection::ToProto(Layout* layout) {
   for (Piece& piece : layout->pieces) {
     REFITD_ASSIGN_OR_RETURN(piece.region, DaemonRegion(piece.region));
+  }
+  for (RegionBack& pair : layout->backs) {
+    REFITD_ASSIGN_OR_RETURN(pair.region, DaemonRegion(pair.region));
+    REFITD_ASSIGN_OR_RETURN(pair.back, DaemonRegion(pair.back));
   }
   return absl::OkStatus();
 }
@@ -434,6 +445,8 @@ class Regions::Mapped final : public Region {
   const RegionSource& source() const { return source_; }
   // Must be called before another thread can have the region.
   void CloseFd() { source_.fd.Reset(); }
+  // Neither region may be on its way to a daemon.
+  void Exchange(Mapped* other) { std::swap(source_, other->source_); }
 
  private:
   const std::shared_ptr<Regions> regions_;
@@ -509,6 +522,16 @@ absl::StatusOr<std::shared_ptr<Region>> Regions::Share(RegionSource source,
   return std::shared_ptr<Region>(std::move(region));
 }
 
+void Regions::ExchangeSources(RegionId a, RegionId b) {
+  std::shared_ptr<Mapped> first;  // destroyed after unlocking
+  std::shared_ptr<Mapped> second;
+  MutexLock lock(&mutex_);
+  if (!keep_) return;
+  first = regions_.at(a.value()).lock();
+  second = regions_.at(b.value()).lock();
+  if (first != nullptr && second != nullptr) first->Exchange(second.get());
+}
+
 absl::Status Regions::MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop) {
   while (true) {
     // May hold the last reference of a region, so it is destroyed after unlocking.
@@ -536,11 +559,13 @@ absl::Status Regions::MoveTo(std::shared_ptr<Connection> connection, const std::
 std::vector<std::shared_ptr<Region>> Regions::Of(const Layout& layout) {
   std::map<uint64_t, std::shared_ptr<Region>> found;
   MutexLock lock(&mutex_);
-  for (const Piece& piece : layout.pieces) {
-    auto& region = found[piece.region.value()];
-    const auto known = regions_.find(piece.region.value());
+  const auto find = [&](RegionId id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    auto& region = found[id.value()];
+    const auto known = regions_.find(id.value());
     if (region == nullptr && known != regions_.end()) region = known->second.lock();
-  }
+  };
+  for (const Piece& piece : layout.pieces) find(piece.region);
+  for (const RegionBack& pair : layout.backs) find(pair.back);
   std::vector<std::shared_ptr<Region>> regions;
   regions.reserve(found.size());
   for (auto& [id, region] : found) regions.push_back(std::move(region));

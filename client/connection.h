@@ -105,6 +105,8 @@ class Connection : public std::enable_shared_from_this<Connection> {
   void ReleaseRegion(RegionId id, const RegionSource& source, const RegionOwner& owner);
   // The daemon's id of the region. NOT_FOUND: the daemon does not know the region.
   absl::StatusOr<RegionId> DaemonRegion(RegionId id);
+  // Each of the two regions has the other's id at the daemon from now on.
+  void Exchange(const RegionBack& pair);
   absl::Status ToProto(v1::Bucket* bucket);
   absl::Status ToProto(Layout* layout);
 
@@ -158,10 +160,16 @@ class Regions : public std::enable_shared_from_this<Regions> {
   absl::StatusOr<std::shared_ptr<Region>> AddBlock(const std::string& handle, int64_t bytes);
   absl::StatusOr<std::shared_ptr<Region>> AddExported(UniqueFd exported, int64_t bytes,
                                                       uint64_t address);
+  // The same for memory that is not mapped as a region here.
+  absl::StatusOr<std::shared_ptr<Region>> Add(RegionSource source) {
+    return Share(std::move(source), nullptr);
+  }
+  // Exchanges the memory that later daemons are given for the two regions.
+  void ExchangeSources(RegionId a, RegionId b);
   // Registers every region with the daemon of `connection`, then makes that the current connection.
   absl::Status MoveTo(std::shared_ptr<Connection> connection, const std::stop_token& stop);
-  // The regions that the layout's pieces lie in; the daemon knows a region as long as anyone holds
-  // it.
+  // The regions that the layout's pieces lie in, and their backs; the daemon knows a region as long
+  // as anyone holds it.
   std::vector<std::shared_ptr<Region>> Of(const Layout& layout);
 
  private:

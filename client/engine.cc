@@ -6,6 +6,7 @@
 #include <deque>
 #include <utility>
 
+#include "client/arena.h"
 #include "client/bucket.h"
 #include "client/engine_state.h"
 #include "client/events.h"
@@ -29,10 +30,11 @@ constexpr size_t kMaxReasonBytes = 512;  // Failed.reason
 constexpr int kLeaseShift = 48;
 constexpr uint64_t kUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 
-// One lease. Immutable after Attach.
+// One lease. Immutable after Attach, except `flips`.
 struct EngineLease : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   uint64_t number = 0;          // counts this engine's leases
   std::optional<Version> held;  // the version that the hello named
+  uint64_t flips = 0;           // commits that exchanged the sides of arenas; under mutex_
 
   UpdateId Update(uint64_t update) const {
     return UpdateId((update & kUpdateMask) | number << kLeaseShift);
@@ -58,6 +60,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
     if (lease_ != nullptr) lease_->connection->Detach();
   }
 
+  absl::StatusOr<std::shared_ptr<Region>> NewArena(int64_t bytes) override;
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
   absl::Status Ready(Version version) override;
@@ -93,8 +96,15 @@ class EngineImpl final : public Member<Engine, EngineLease> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendFailed(Version version, const std::string& reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  using Arenas = std::vector<std::shared_ptr<Arena>>;
+  // The arenas that the layout's pieces lie in, which become its backs.
+  Arenas ArenasOf(Layout* layout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
+  // Exchanges the sides of all registered arenas, or of none.
+  absl::Status Flip() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The outcome of an update for which the sides were exchanged.
+  void Settle(EngineLease* session, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
-  Event Take(const EngineLease& session, const v1::EngineEvent& message);
+  Event Take(EngineLease* session, const v1::EngineEvent& message);
   Event TakePart(const EngineLease& session, const v1::BucketReady& bucket);
   // If the lease ended and all its events were taken, notes what follows for the weights and the
   // caller.
@@ -110,6 +120,10 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
   std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
   uint64_t digest_ ABSL_GUARDED_BY(mutex_);    // of state_'s version; 0: not known
+  std::vector<std::weak_ptr<Arena>> arenas_ ABSL_GUARDED_BY(register_mutex_);
+  Arenas registered_ ABSL_GUARDED_BY(mutex_);       // that the registered layout lies in
+  bool must_flip_ ABSL_GUARDED_BY(mutex_) = false;  // before the next Ready
+  bool flipped_ ABSL_GUARDED_BY(mutex_) = false;    // for an update whose outcome did not come
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -216,6 +230,7 @@ void EngineImpl::TakeOver(EngineLease* session, uint64_t /*generation*/) {
     if (auto pool = lease_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
   }
   state_.OnReattached();
+  must_flip_ = flipped_ = false;  // the sides stay: this daemon was given them as they are
   lost_ = false;
   notices_.push_back(Reattached{state_.weights(), session->held});
 }
@@ -235,21 +250,55 @@ void EngineImpl::NoteEnd() const {
 
 // ---- the conversation ----
 
+absl::StatusOr<std::shared_ptr<Region>> EngineImpl::NewArena(int64_t bytes) {
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Arena> arena,
+                          Arena::Make(bytes, connect_.device, connect_.cuda_library, regions_));
+  MutexLock lock(&register_mutex_);
+  std::erase_if(arenas_, [](const auto& known) { return known.expired(); });
+  arenas_.push_back(arena);
+  return std::shared_ptr<Region>(std::move(arena));
+}
+
+EngineImpl::Arenas EngineImpl::ArenasOf(Layout* layout) {
+  Arenas found;
+  for (const std::weak_ptr<Arena>& known : arenas_) {
+    std::shared_ptr<Arena> arena = known.lock();
+    if (arena == nullptr) continue;
+    const auto& pieces = layout->pieces;
+    if (std::none_of(pieces.begin(), pieces.end(),
+                     [&](const Piece& piece) { return piece.region == arena->id(); })) {
+      continue;
+    }
+    layout->backs.push_back(arena->pair());
+    found.push_back(std::move(arena));
+  }
+  return found;
+}
+
 absl::Status EngineImpl::Register(Layout layout) {
   TieSharedTensors(&layout);
   std::shared_ptr<EngineLease> session;
   absl::Status status;
   {
     MutexLock lock(&register_mutex_);
+    Arenas arenas = ArenasOf(&layout);
+    for (const std::shared_ptr<Arena>& arena : arenas) {
+      REFITD_RETURN_IF_ERROR(arena->CopyToBack());
+    }
     {
       MutexLock state_lock(&mutex_);
       session = lease_;
+      layout.flips = session->flips;
     }
     status = session->stream->status();
     if (status.ok()) {
       status =
           registration_.Register(session->connection.get(), session->Uploader(), std::move(layout))
               .status();
+    }
+    if (status.ok()) {
+      MutexLock state_lock(&mutex_);
+      registered_ = std::move(arenas);
     }
   }
   if (status.ok()) return status;
@@ -285,20 +334,22 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
     const auto event = session->stream->Front(deadline);
     if (!event.ok()) continue;  // NoteEnd decides what follows from the error.
     if (*event == nullptr) return Event(Nothing{});
-    Event taken = Take(*session, **event);
+    Event taken = Take(session.get(), **event);
     session->stream->PopFront();  // after Take: NoteEnd must find the event's effect in the state
     if (wake_ && session->stream->exhausted()) wake_();
     if (!std::holds_alternative<Nothing>(taken)) return taken;
   }
 }
 
-Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& message) {
-  if (message.has_bucket()) return TakePart(session, message.bucket());
+Event EngineImpl::Take(EngineLease* session, const v1::EngineEvent& message) {
+  if (message.has_bucket()) return TakePart(*session, message.bucket());
   Event event = DecodeEvent(message);
   MutexLock lock(&mutex_);
   if (const auto* prepare = std::get_if<Prepare>(&event)) {
-    state_.OnPrepare(prepare->version, session.Update(message.prepare().update_id()));
+    state_.OnPrepare(prepare->version, session->Update(message.prepare().update_id()));
+    must_flip_ = prepare->flip;
   } else if (auto* committed = std::get_if<Committed>(&event)) {
+    Settle(session, /*committed=*/true);
     if (!state_.OnCommitted(committed->version)) return Nothing{};
     origin_ = committed->incarnation;
     owner_ = committed->owner;
@@ -310,6 +361,7 @@ Event EngineImpl::Take(const EngineLease& session, const v1::EngineEvent& messag
     return Aborted{committed->version, "it was committed, but this rank had failed",
                    /*dirty=*/true, failure};
   } else if (auto* aborted = std::get_if<Aborted>(&event)) {
+    Settle(session, /*committed=*/false);
     if (!state_.OnAborted(aborted->version, aborted->dirty)) return Nothing{};
     // A restarted daemon does not know what the daemon before it left in this memory; this rank
     // does (P2).
@@ -377,11 +429,43 @@ absl::StatusOr<bool> EngineImpl::Dropped() {
   return !lease.ok() || !notices_.empty();
 }
 
+absl::Status EngineImpl::Flip() {
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    const absl::Status flipped = registered_[i]->Flip();
+    if (flipped.ok()) continue;
+    bool undone = !absl::IsDataLoss(flipped);
+    while (i-- > 0) undone = registered_[i]->Flip().ok() && undone;
+    if (!undone) state_.OnBroken();
+    return flipped;
+  }
+  return absl::OkStatus();
+}
+
+void EngineImpl::Settle(EngineLease* session, bool committed) {
+  if (!std::exchange(flipped_, false)) return;
+  if (!committed) {
+    if (!Flip().ok()) state_.OnBroken();
+    return;
+  }
+  ++session->flips;
+  for (const std::shared_ptr<Arena>& arena : registered_) {
+    session->connection->Exchange(arena->pair());
+  }
+}
+
 absl::Status EngineImpl::Ready(Version version) {
   std::vector<std::shared_ptr<const SlotMemory>> over;  // unmapped after the lock
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
   if (dropped) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(state_.CheckReady(version));
+  if (std::exchange(must_flip_, false)) {
+    if (absl::Status flipped = Flip(); !flipped.ok()) {
+      if (state_.Fail(version).ok()) (void)SendFailed(version, Message(flipped));
+      return flipped;
+    }
+    flipped_ = true;
+  }
   REFITD_RETURN_IF_ERROR(state_.Ready(version));
   over.swap(old_pools_);
   v1::EngineMessage message;

@@ -100,6 +100,9 @@ struct Prepare {
   Version version;
   std::chrono::milliseconds remaining{0};
   int64_t tensor_count = 0;  // 0: unknown
+  // The version lies in the backs of the rank's arenas already: Ready puts it into place, and all
+  // that the rank has to wait for is its own device's work.
+  bool flip = false;
 };
 
 struct Committed {
@@ -142,6 +145,15 @@ using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining,
 class Engine : public SharesMemory {
  public:
   static absl::StatusOr<std::unique_ptr<Engine>> Attach(const EngineOptions& options);
+  // Makes an arena: memory of ConnectOptions::device with two sides, as a region at whose data()
+  // the rank reads its weights (on a GPU an address for kernels and copies of this process there).
+  // A layout whose pieces lie in arenas alone is staged: versions are written to the other sides
+  // while the rank serves, and Prepare comes with `flip` when a version is complete and verified.
+  // Ready then exchanges the sides, and an Aborted exchanges them back. What no piece names is the
+  // same on both sides: Register copies it, and the rank must not write there afterwards. Takes
+  // twice the bytes; on a GPU they are rounded up to its granularity. RESOURCE_EXHAUSTED: too
+  // little memory. Also errors of NewRegion.
+  virtual absl::StatusOr<std::shared_ptr<Region>> NewArena(int64_t bytes) = 0;
   // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
   // share their memory (tied weights), one has pieces and the other is named in `tensors` without
   // any piece: trainers may push or refit the other, and nothing is written for it. Register

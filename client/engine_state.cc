@@ -47,11 +47,14 @@ void EngineState::OnReattached() {
   if (phase_ == Phase::kLost) phase_ = Phase::kIdle;
 }
 
+absl::Status EngineState::CheckReady(Version version) const {
+  if (Running(version) && phase_ == Phase::kPrepared) return absl::OkStatus();
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "Ready({}): no Prepare of this version is unanswered", version);
+}
+
 absl::Status EngineState::Ready(Version version) {
-  if (!Running(version) || phase_ != Phase::kPrepared) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "Ready({}): no Prepare of this version is unanswered", version);
-  }
+  REFITD_RETURN_IF_ERROR(CheckReady(version));
   phase_ = Phase::kReady;
   std::erase_if(outstanding_, [this](const auto& part) { return part.first != update_; });
   return absl::OkStatus();

@@ -47,11 +47,14 @@ class EngineState {
   bool OnPart(UpdateId update, PartSeq part);
   bool OnCommitted(Version version);  // weights() tells whether this rank has it
   bool OnAborted(Version version, bool dirty);
+  // The memory holds no whole version, whatever the daemon says: until a commit.
+  void OnBroken() { settled_ = Weights::kDirty; }
   void OnLost();
   void OnReattached();
 
   // Answers. FAILED_PRECONDITION if the answer is not due; nothing is changed then.
   absl::Status Ready(Version version);
+  absl::Status CheckReady(Version version) const;  // whether Ready would be accepted
   // Ready ends the parts of earlier updates: they are no longer outstanding.
   absl::Status Ack(UpdateId update, PartSeq part);
   absl::Status Fail(Version version);

@@ -18,6 +18,7 @@ void ShowOne(const Prepare& prepare, std::vector<refit_view>*, refit_event* show
   shown->version = prepare.version.value();
   shown->remaining_ms = prepare.remaining.count();
   shown->tensor_count = prepare.tensor_count;
+  shown->flip = prepare.flip ? 1 : 0;
 }
 
 void ShowOne(const Part& part, std::vector<refit_view>* views, refit_event* shown) {
@@ -61,7 +62,7 @@ Event DecodeEvent(const v1::EngineEvent& event) {
   if (event.has_prepare()) {
     const v1::Prepare& prepare = event.prepare();
     return Prepare{Version(prepare.version()), std::chrono::milliseconds(prepare.remaining_ms()),
-                   prepare.tensor_count()};
+                   prepare.tensor_count(), prepare.flip()};
   }
   if (event.has_committed()) {
     return Committed{Version(event.committed().version()), event.committed().incarnation(),

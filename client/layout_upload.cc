@@ -111,6 +111,7 @@ absl::StatusOr<uint64_t> Registration::RegisterAgain(Connection* connection,
                                                      const StartUpload& start,
                                                      const std::stop_token& stop) {
   if (!layout_) return uint64_t{0};
+  layout_->flips = 0;  // counts those of a lease
   return Upload(connection, start, *layout_, stop);
 }
 

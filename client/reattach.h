@@ -49,9 +49,9 @@ uint64_t SeedOf(std::string_view group, std::string_view name, int rank);
 // True if the lease ended because the daemon, or the way to it, is gone; then another lease may be
 // had.
 bool DaemonGone(const absl::Status& lease_end);
-// True if the daemon's answer to an attempt will not change by itself: the attempt was malformed
-// or disagrees with the group. A right that a member had before may come back: a group that is made
-// again belongs to whoever came first until its engines say whose it is (P9).
+// True if the daemon's answer to an attempt will not change by itself: the attempt was malformed or
+// disagrees with the group. PERMISSION_DENIED is not such an answer: a group that is made again
+// belongs to whoever came first until its engines say whose it is (P9).
 bool RefusedForGood(const absl::Status& attempt);
 
 // Gets the first lease of a member that reattaches: calls `attach`, again and again with pauses

@@ -750,6 +750,12 @@ refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_
   });
 }
 
+refit_status refit_engine_new_arena(refit_engine* engine, int64_t bytes, refit_region** arena) {
+  return Guarded({{engine, "engine"}, {arena, "arena"}}, [&] {
+    return Give(engine->engine->NewArena(bytes), &refit_region::region, arena);
+  });
+}
+
 refit_status refit_engine_add_memfd(refit_engine* engine, int descriptor, int64_t bytes,
                                     refit_region** region) {
   return Guarded({{engine, "engine"}, {region, "region"}},

@@ -607,6 +607,14 @@ refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int
 refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
                                           uint64_t address, refit_region** region);
 
+/* Makes an arena: a region with two sides, on the engine's device. The rank reads its weights at
+ * refit_region_data() (on a GPU an address of this process there). If all pieces that are
+ * registered lie in arenas, versions are written to the other sides while the rank serves, and
+ * PREPARE comes with `flip`: refit_engine_ready() then exchanges the sides. Takes twice the bytes,
+ * on a GPU rounded up. What no piece names is copied to the other sides when parameters are
+ * registered, and must not be written afterwards. */
+refit_status refit_engine_new_arena(refit_engine* engine, int64_t bytes, refit_region** arena);
+
 /* Registers the parameters of this rank (in-place delivery). Not allowed during an update. If two
  * tensors share their memory (tied weights), give both the same pieces: trainers may push or refit
  * either or both, the memory is written once, and values that differ are refused. Trainers may also
@@ -663,6 +671,7 @@ typedef struct refit_event {
   /* COMMITTED: the digest of this rank's registered memory, which an engine brings back with the
    * version; 0: the update did not read that memory back. */
   uint64_t digest;
+  int32_t flip; /* PREPARE: the version lies in the arenas' other sides, complete and verified */
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }

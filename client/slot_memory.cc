@@ -9,6 +9,7 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/cuda/memory.h"
+#include "transport/host/two_sided.h"
 
 namespace refitd::client {
 namespace {
@@ -111,6 +112,14 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, in
   auto mapped = map();
   if (mapped.ok()) return mapped;
   return Prefixed(mapped.status(), "mapping the staging slots of GPU {}", device);
+}
+
+absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes, const std::string& device,
+                                                       const std::string& library) {
+  if (!OnDevice(device)) return MakeHostTwoSided(bytes);
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<CudaMemory> cuda, LoadCuda(library));
+  REFITD_ASSIGN_OR_RETURN(const int ordinal, cuda->DeviceOf(device));
+  return cuda->MakeTwoSided(ordinal, bytes);
 }
 
 }  // namespace refitd::client

@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "transport/base/unique_fd.h"
 #include "transport/host/memory.h"
+#include "transport/two_sided.h"
 
 namespace refitd::client {
 
@@ -62,6 +63,11 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapHostSlots(const UniqueFd& f
 absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, int64_t bytes,
                                                                  const std::string& device,
                                                                  const std::string& library);
+
+// Makes two-sided memory on the GPU `device`, or on the host. Errors as of MapDeviceSlots;
+// INVALID_ARGUMENT, RESOURCE_EXHAUSTED: `bytes`.
+absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes, const std::string& device,
+                                                       const std::string& library);
 
 }  // namespace refitd::client
 

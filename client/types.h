@@ -86,9 +86,9 @@ struct ConnectOptions {
   // Not 0: when the lease is lost because the daemon went away (restarted, killed, silent), try for
   // this long to attach again to the same socket, with growing pauses, on a thread of this member's
   // own. Memory, regions and the registered layout stay and are made known to the new daemon. The
-  // first lease is tried for in the same way, but for `wait`. 0: the member does not attach again;
-  // to go on, make a new member, an engine with what is known of its weights
-  // (EngineOptions::dirty).
+  // first lease is tried for in the same way, for as long as `wait`. 0: the member does not attach
+  // again; to go on, make a new member. A new Engine must be told what its memory holds
+  // (EngineOptions::held_version or dirty).
   std::chrono::milliseconds reattach{0};
   // A daemon that does not answer gRPC's keepalive pings for this long counts as lost (P4). 0:
   // never; else at least kMinSilence.
@@ -136,7 +136,7 @@ inline constexpr size_t kCudaIpcHandleBytes = 64;
 class Region {
  public:
   virtual ~Region() = default;
-  virtual char* data() const = 0;  // null: device memory
+  virtual char* data() const = 0;  // null: device memory that is no arena
   virtual int64_t bytes() const = 0;
   virtual RegionId id() const = 0;
 };

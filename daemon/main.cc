@@ -210,7 +210,8 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   options.limit = Ms(config.cuda().device_ms());
   options.lost = [loss](const absl::Status& why) { loss->Tell(why); };
   absl::StatusOr<std::shared_ptr<CudaMemory>> memory =
-      CudaMemory::Create(config.cuda().library(), {.limit = options.limit, .lost = options.lost});
+      CudaMemory::Create(config.cuda().library(),
+                         {.limit = options.limit, .lost = options.lost, .own_contexts = true});
   if (!memory.ok()) return MakeHostTransport(host);
   const NcclReport nccl = LoadNccl(config.cuda());
   const std::string found = Describe(nccl);
@@ -400,15 +401,15 @@ struct TcpLoops {
 };
 
 // The objects that follow files while the daemon runs. All these files are read again on SIGHUP.
-struct Followed {
+struct FollowedFiles {
   CertificateStore* certificates = nullptr;  // null: none
   AuditLog* audit = nullptr;                 // null: none
   PolicyStore* policies = nullptr;
   PolicySettings settings;  // of the policy in force
   std::string rules_file;   // empty: none
   std::function<absl::StatusOr<Invocation>()> load;
-  std::string rules_seen = {};   // the file of rules as the last look found it
-  std::string rules_taken = {};  // and as it was taken over or refused
+  std::string rules_seen = {};   // the text of rules_file at the last look
+  std::string rules_taken = {};  // the text that was taken over or refused last
 
   void Reload() {
     if (audit != nullptr) {
@@ -416,8 +417,8 @@ struct Followed {
     }
     ReloadPolicy();
   }
-  // Takes the file of rules over when two looks in a row have found the same change: who writes the
-  // file may be half-way.
+  // Takes the file of rules over when two looks in a row have found the same change: at the first
+  // look the file may be half written.
   void FollowRules() {
     if (rules_file.empty()) return;
     const std::string text = ReadConfigFile(rules_file).value_or("");
@@ -430,7 +431,7 @@ struct Followed {
     const absl::Status status = loaded.ok() ? TakePolicy(loaded->config) : loaded.status();
     if (status.ok()) return;
     LogError("policy not taken over: {}; the one before stays in force", Message(status));
-    Tell(status);
+    AuditPolicy(status);
   }
   // Takes over the users and rules of `next`; other settings stay as they are.
   absl::Status TakePolicy(const Config& next) {
@@ -444,10 +445,10 @@ struct Followed {
     settings = std::move(taken);
     policies->Replace(policy);
     LogInfo("policy changed: {} rules", policy->rules().size());
-    Tell(absl::OkStatus());
+    AuditPolicy(absl::OkStatus());
     return absl::OkStatus();
   }
-  void Tell(const absl::Status& status) const {
+  void AuditPolicy(const absl::Status& status) const {
     if (audit == nullptr) return;
     audit->Record({.what = AuditWhat::kPolicy,
                    .subject = fmt::format("{} rules", policies->Current()->rules().size()),
@@ -458,7 +459,7 @@ struct Followed {
 
 // Waits for a signal that ends the daemon. Meanwhile certificates and the file of rules are
 // followed; SIGHUP makes the daemon read the certificates at once, and the policy.
-int AwaitEnd(const sigset_t& signals, Followed* followed) {
+int AwaitEnd(const sigset_t& signals, FollowedFiles* followed) {
   constexpr timespec kLook{1, 0};
   for (;;) {
     const int number = sigtimedwait(&signals, nullptr, &kLook);
@@ -690,7 +691,7 @@ void DrainDaemon(const Config& config, sigset_t signals, bool devices_lost, Daem
 
 // Serves until a signal or the loss of the GPUs, then drains.
 void ServeUntilSignal(const Config& config, const sigset_t& signals, const DeviceLoss& loss,
-                      const std::vector<std::string>& listeners, Followed* followed,
+                      const std::vector<std::string>& listeners, FollowedFiles* followed,
                       const Sockets& sockets, const Servers& servers, HealthService* health,
                       Daemon* daemon) {
   sockets.Start();
@@ -715,6 +716,9 @@ void ServeUntilSignal(const Config& config, const sigset_t& signals, const Devic
   LogInfo("drained");
 }
 
+// Builds the daemon from the outside in and serves until a signal, or until the GPUs are lost.
+// Returns the exit code. The order matters: environment and signal mask before any thread;
+// listeners before gRPC starts.
 int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()> reload) {
   const Config& config = invocation.config;
   // These change the environment, so they must come before any thread.
@@ -774,9 +778,13 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
        .guard = &guard,
        .tls = *certificates != nullptr});
   Services services(config, &authorizer, &daemon);
-  Followed followed{certificates->get(),      audit->get(),        &policies,
-                    PolicySettingsOf(config), config.rules_file(), std::move(reload)};
-  followed.Tell(absl::OkStatus());
+  FollowedFiles followed{.certificates = certificates->get(),
+                         .audit = audit->get(),
+                         .policies = &policies,
+                         .settings = PolicySettingsOf(config),
+                         .rules_file = config.rules_file(),
+                         .load = std::move(reload)};
+  followed.AuditPolicy(absl::OkStatus());
 
   Servers servers;
   Sockets sockets;

@@ -23,9 +23,7 @@ using prometheus::MetricType;
 using Label = ClientMetric::Label;
 using Labels = std::vector<Label>;
 
-// Nothing is counted in the phase "decide", since a daemon decides at once. Its series stays for
-// those who have it in their dashboards.
-constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "verify", "decide"};
+constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "verify", "flip"};
 constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "exchange"};
 // The names of FillEnd's values, in their order.
 constexpr std::array<std::string_view, 3> kCatchUpEndNames = {"committed", "gave_way", "failed"};
@@ -119,7 +117,7 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
     counts->pushed_bytes[i] += Positive(report.pushed_bytes[i]);
   }
   counts->total.Observe(report.total);
-  const std::array phases = {report.prepare, report.data, report.verify};
+  const std::array phases = {report.prepare, report.data, report.verify, report.flip};
   for (size_t i = 0; i < phases.size(); ++i) {
     if (phases[i] > Duration::zero()) counts->phases[i].Observe(phases[i]);
   }

@@ -63,6 +63,7 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   metrics.UpdateEnded(Committed("policy"));
   UpdateReport chained = Committed("policy");
   chained.pushed_bytes = {1, 999, 0, 0};
+  chained.flip = std::chrono::milliseconds(3);
   metrics.UpdateEnded(chained);
   metrics.UpdateEnded(Aborted("policy", kReasonDeadline));
   metrics.BytesMoved("policy", MoveKind::kCopy, 5'000'000'000);
@@ -99,6 +100,7 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value("refitd_update_phase_seconds_count" + phase + R"("data"})") == "2");
   CHECK(std::stod(value("refitd_update_phase_seconds_sum" + phase + R"("verify"})")) ==
         Approx(8.0));
+  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("flip"})") == "1");
   CHECK_THAT(text, Contains("# TYPE refitd_update_phase_seconds histogram") &&
                        Contains("# HELP refitd_updates_total ") &&
                        Contains("# TYPE refitd_updates_total counter"));

@@ -263,7 +263,8 @@ absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
   REFITD_RETURN_IF_ERROR(AddTensors(chunk));
   REFITD_RETURN_IF_ERROR(AddPieces(chunk));
   REFITD_RETURN_IF_ERROR(AddPushed(chunk));
-  return AddTies(chunk);
+  REFITD_RETURN_IF_ERROR(AddTies(chunk));
+  return AddBacks(chunk);
 }
 
 absl::Status LayoutDecoder::AddTensors(const v1::LayoutChunk& chunk) {
@@ -402,6 +403,21 @@ absl::Status LayoutDecoder::AddTies(const v1::LayoutChunk& chunk) {
   return absl::OkStatus();
 }
 
+absl::Status LayoutDecoder::AddBacks(const v1::LayoutChunk& chunk) {
+  REFITD_RETURN_IF_ERROR(
+      CheckLength("layout", "backs", chunk.backs_size(), "fronts", chunk.fronts_size()));
+  const int64_t backs = std::ssize(layout_.backs) + chunk.backs_size();
+  if (backs > kMaxBacksPerLayout) {
+    return InvalidField("layout.backs", "layout.backs has {} entries, at most {} may be", backs,
+                        kMaxBacksPerLayout);
+  }
+  layout_.flips = std::max(layout_.flips, chunk.flips());
+  for (int i = 0; i < chunk.backs_size(); ++i) {
+    layout_.backs.push_back({RegionId(chunk.fronts(i)), RegionId(chunk.backs(i))});
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<Layout> LayoutDecoder::Finish() && {
   if (!any_) {
     return InvalidField("layout", "layout: the stream ended without a chunk");
@@ -448,6 +464,13 @@ std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease&
     v1::LayoutChunk& chunk = writer.Room(VarintBytes(tie.tensor) + VarintBytes(tie.same_as));
     chunk.add_tied_tensors(tie.tensor);
     chunk.add_tied_to(tie.same_as);
+  }
+  for (const RegionBack& pair : layout.backs) {
+    v1::LayoutChunk& chunk =
+        writer.Room(VarintBytes(pair.region.value()) + VarintBytes(pair.back.value()));
+    chunk.add_fronts(pair.region.value());
+    chunk.add_backs(pair.back.value());
+    chunk.set_flips(layout.flips);
   }
   std::vector<v1::LayoutChunk> chunks = std::move(writer).Take();
   chunks.back().set_last(true);

@@ -38,6 +38,7 @@ class LayoutDecoder {
   absl::Status AddPieces(const v1::LayoutChunk& chunk);
   absl::Status AddPushed(const v1::LayoutChunk& chunk);
   absl::Status AddTies(const v1::LayoutChunk& chunk);
+  absl::Status AddBacks(const v1::LayoutChunk& chunk);
 
   std::vector<TensorSpec> tensors_;
   Layout layout_;  // without its tensors

@@ -21,7 +21,7 @@ def public(package):
     """(path, node) of each public class and function."""
     tree = ast.parse((package / "__init__.py").read_text())
     names = next(
-        ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+        ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
     wanted = {}
     for node in ast.walk(tree):

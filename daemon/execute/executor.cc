@@ -294,7 +294,7 @@ absl::Status BindDestinations(const StartTransfer& start, const MemoryResolver& 
       auto span = spans[d].find(piece.region.value());
       if (span == spans[d].end()) {
         REFITD_ASSIGN_OR_RETURN(MemorySpan region,
-                                memory.Region(start.destinations[d], piece.region));
+                                memory.Destination(start.destinations[d], piece.region));
         transfer->keep_alive.push_back(region.keep_alive);
         span = spans[d].emplace(piece.region.value(), std::move(region)).first;
       }
@@ -414,11 +414,6 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, BoundSource so
   return transfer;
 }
 
-bool Lists(const std::vector<std::weak_ptr<const BoundProgram>>& list, const BoundProgram* bound) {
-  return std::any_of(list.begin(), list.end(),
-                     [bound](const auto& listed) { return listed.lock().get() == bound; });
-}
-
 // Pieces without elements are neither written nor read.
 size_t FilledPieces(const Layout& layout) {
   return static_cast<size_t>(std::count_if(layout.pieces.begin(), layout.pieces.end(),
@@ -498,8 +493,12 @@ Executor::KeptPlaces* Executor::PlacesFor(const StartTransfer& start,
   const bool members =
       source == CheckedBucket::Source::kRegions || source == CheckedBucket::Source::kDevice;
   if (!members || CameOverTheWire(start) || start.index == nullptr) return nullptr;
+  Sides sides = SidesOf(start.destinations, memory);
   for (KeptPlaces& kept : kept_places_) {
-    if (kept.index.lock() == start.index && kept.destinations == start.destinations) return &kept;
+    if (kept.index.lock() == start.index && kept.destinations == start.destinations &&
+        kept.sides == sides) {
+      return &kept;
+    }
   }
   std::vector<PlacedLayout> placed;
   for (size_t d = 0; d < start.index->destinations().size(); ++d) {
@@ -508,7 +507,22 @@ Executor::KeptPlaces* Executor::PlacesFor(const StartTransfer& start,
   }
   auto places = std::make_shared<const DestinationPlaces>(std::move(placed));
   std::erase_if(kept_places_, [](const KeptPlaces& kept) { return kept.index.expired(); });
-  return &kept_places_.emplace_back(KeptPlaces{start.index, start.destinations, places, {}});
+  return &kept_places_.emplace_back(
+      KeptPlaces{start.index, start.destinations, std::move(sides), places, {}});
+}
+
+Executor::Sides Executor::SidesOf(const std::vector<MemberId>& members,
+                                  const MemoryResolver& memory) {
+  Sides sides;
+  for (const MemberId member : members) sides.push_back(memory.Flipped(member));
+  return sides;
+}
+
+Executor::Sides Executor::SidesOf(const BoundProgram& bound, const MemoryResolver& memory) {
+  Sides sides = SidesOf(bound.sources, memory);
+  const Sides of_destinations = SidesOf(bound.destinations, memory);
+  sides.insert(sides.end(), of_destinations.begin(), of_destinations.end());
+  return sides;
 }
 
 void Executor::UpdateSums::Add(uint32_t destination, uint32_t piece, uint64_t digest) {
@@ -579,7 +593,7 @@ absl::Status Executor::Witness(const Moved& moved) {
     return Changed((*moved.names)[i]);
   }
   std::erase_if(unwitnessed_,
-                [&moved](const auto& bound) { return bound.lock() == moved.witnessed; });
+                [&moved](const BoundSides& run) { return run.bound.lock() == moved.witnessed; });
   return absl::OkStatus();
 }
 
@@ -642,8 +656,9 @@ class Executor::StepSums {
 
 class Executor::Moves {
  public:
-  explicit Moves(StartMoves of) : start(std::move(of)) {}
+  Moves(StartMoves of, Sides with) : start(std::move(of)), sides(std::move(with)) {}
   const StartMoves start;
+  const Sides sides;
   ProgramMemory memory;
   std::shared_ptr<const Prepared> prepared;                  // null: not bound yet
   std::shared_ptr<const std::vector<HeldReplica>> replicas;  // compare; null: not found yet
@@ -654,11 +669,11 @@ bool Executor::IsBound(const Moves& moves) { return moves.prepared != nullptr; }
 
 absl::StatusOr<std::shared_ptr<Executor::Moves>> Executor::Resolve(const StartMoves& start,
                                                                    const MemoryResolver& memory) {
-  auto moves = std::make_shared<Moves>(start);
+  auto moves = std::make_shared<Moves>(start, SidesOf(*start.bound, memory));
   TakeKept(moves.get());
   if (IsBound(*moves)) return moves;
   REFITD_ASSIGN_OR_RETURN(moves->memory, ResolveMemory(start, memory, moves->replicas.get()));
-  if (!Lists(checked_, start.bound.get()) && moves->memory.places.empty()) {
+  if (!Lists(checked_, *moves) && moves->memory.places.empty()) {
     moves->memory.places = PlacesOf(*start.bound, memory);
   }
   std::erase_if(binding_, [](const std::weak_ptr<Moves>& other) { return other.expired(); });
@@ -694,8 +709,15 @@ absl::Status Executor::Bind(Transport* transport, Moves* moves) {
 
 const StartMoves& Executor::StartOf(const Moves& moves) { return moves.start; }
 
-bool Executor::Kept::Serves(const StartMoves& start) const {
-  if (start.step != step || bound.lock() != start.bound) return false;
+bool Executor::Lists(const std::vector<BoundSides>& list, const Moves& moves) {
+  return std::any_of(list.begin(), list.end(), [&moves](const BoundSides& run) {
+    return run.bound.lock() == moves.start.bound && run.sides == moves.sides;
+  });
+}
+
+bool Executor::Kept::Serves(const Moves& moves) const {
+  const StartMoves& start = moves.start;
+  if (start.step != step || bound.lock() != start.bound || sides != moves.sides) return false;
   return step == MoveStep::kCompare ? part == start.part
                                     : skip_destination == start.skip_destination;
 }
@@ -703,7 +725,7 @@ bool Executor::Kept::Serves(const StartMoves& start) const {
 void Executor::TakeKept(Moves* moves) const {
   const StartMoves& start = moves->start;
   for (const Kept& kept : kept_) {
-    if (!kept.Serves(start)) continue;
+    if (!kept.Serves(*moves)) continue;
     moves->prepared = kept.prepared;
     moves->memory = {};  // the transfer holds it
     return;
@@ -730,9 +752,10 @@ void Executor::Keep(const Moves& moves) {
   if (moves.released) return;
   std::erase_if(kept_, [&](const Kept& kept) {
     return kept.step == start.step && kept.bound.lock() == start.bound &&
-           (!compare || kept.part.Overlaps(start.part));
+           kept.sides == moves.sides && (!compare || kept.part.Overlaps(start.part));
   });
-  kept_.push_back({start.bound, start.step, start.skip_destination, start.part, moves.prepared});
+  kept_.push_back(
+      {start.bound, moves.sides, start.step, start.skip_destination, start.part, moves.prepared});
 }
 
 void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Moved)> done) {
@@ -741,16 +764,16 @@ void Executor::Submit(const std::shared_ptr<Moves>& moves, std::function<void(Mo
   const bool writes = start.step == MoveStep::kLocal || start.step == MoveStep::kUnpack;
   const size_t destinations = writes ? bound.destinations.size() : 0;
   Keep(*moves);
-  if (!Lists(checked_, &bound)) {
-    checked_.push_back(start.bound);
-    if (moves->prepared->unknown) unwitnessed_.push_back(start.bound);
+  if (!Lists(checked_, *moves)) {
+    checked_.push_back({start.bound, moves->sides});
+    if (moves->prepared->unknown) unwitnessed_.push_back({start.bound, moves->sides});
   }
   if (writes && start.verification == Verification::kReadback) sums_.try_emplace(start.update);
   Moved base;
   base.done.update = start.update;
   base.done.step = start.step;
   base.done.round = start.round;
-  base.done.witness = start.step == MoveStep::kCompare && Lists(unwitnessed_, &bound);
+  base.done.witness = start.step == MoveStep::kCompare && Lists(unwitnessed_, *moves);
   if (start.step == MoveStep::kWitness) {
     base.witnessed = start.bound;
     base.names = moves->prepared->names;
@@ -798,8 +821,8 @@ void Executor::DropUnused() {
   std::erase_if(kept_, [](const Kept& kept) { return kept.bound.expired(); });
   std::erase_if(kept_replicas_, [](const KeptReplicas& kept) { return kept.bound.expired(); });
   std::erase_if(kept_readbacks_, [](const KeptReadback& kept) { return kept.index.expired(); });
-  std::erase_if(checked_, [](const auto& bound) { return bound.expired(); });
-  std::erase_if(unwitnessed_, [](const auto& bound) { return bound.expired(); });
+  std::erase_if(checked_, [](const BoundSides& run) { return run.bound.expired(); });
+  std::erase_if(unwitnessed_, [](const BoundSides& run) { return run.bound.expired(); });
 }
 
 void Executor::Release(MemberId member) {
@@ -899,9 +922,10 @@ std::vector<uint64_t> Executor::ContentOf(const KeptReadback& kept,
 absl::StatusOr<const Executor::KeptReadback*> Executor::PrepareReadback(
     const StartVerify& verify, std::shared_ptr<const Pieces> pieces, const MemoryResolver& memory) {
   // Regions that a layout names live as long as the layout, and the layout as long as the index.
+  Sides sides = SidesOf(verify.destinations, memory);
   for (const KeptReadback& kept : kept_readbacks_) {
     if (kept.index.lock() == verify.index && kept.destinations == verify.destinations &&
-        (kept.pieces == pieces || *kept.pieces == *pieces)) {
+        kept.sides == sides && (kept.pieces == pieces || *kept.pieces == *pieces)) {
       return &kept;
     }
   }
@@ -915,7 +939,7 @@ absl::StatusOr<const Executor::KeptReadback*> Executor::PrepareReadback(
     auto span = spans.find({d, piece.region});
     if (span == spans.end()) {
       REFITD_ASSIGN_OR_RETURN(MemorySpan region,
-                              memory.Region(verify.destinations[d], piece.region));
+                              memory.Destination(verify.destinations[d], piece.region));
       job.keep_alive.push_back(region.keep_alive);
       span = spans.emplace(std::pair(d, piece.region), std::move(region)).first;
     }
@@ -925,10 +949,11 @@ absl::StatusOr<const Executor::KeptReadback*> Executor::PrepareReadback(
                           d});
   }
   auto readback = transport_->Prepare(std::move(job));
-  std::erase_if(kept_readbacks_,
-                [&](const KeptReadback& kept) { return kept.index.lock() == verify.index; });
+  std::erase_if(kept_readbacks_, [&](const KeptReadback& kept) {
+    return kept.index.lock() == verify.index && kept.sides == sides;
+  });
   std::vector<uint64_t> factors = FactorsOf(verify, *pieces);
-  kept_readbacks_.push_back({verify.index, verify.destinations, std::move(pieces),
+  kept_readbacks_.push_back({verify.index, verify.destinations, std::move(sides), std::move(pieces),
                              std::move(readback), std::move(factors)});
   return &kept_readbacks_.back();
 }

@@ -127,6 +127,11 @@ class Executor {
   void Forget(UpdateId update);
 
  private:
+  // Whether each member's regions and backs have changed places (MemoryResolver::Flipped).
+  using Sides = std::vector<bool>;
+  static Sides SidesOf(const std::vector<MemberId>& members, const MemoryResolver& memory);
+  static Sides SidesOf(const BoundProgram& bound, const MemoryResolver& memory);
+
   // The digests that an update's pieces must have. As long as only one step has reported digests,
   // they are kept as that step reported them; afterwards they are added up by piece.
   struct UpdateSums {
@@ -157,12 +162,19 @@ class Executor {
   // The prepared local moves of a bound program, or a comparison of a part of its replicas.
   struct Kept {
     std::weak_ptr<const BoundProgram> bound;
+    Sides sides;
     MoveStep step = MoveStep::kLocal;
     std::vector<bool> skip_destination;  // local moves
     ReplicaFraction part;                // comparison
     std::shared_ptr<const Prepared> prepared;
-    bool Serves(const StartMoves& start) const;
+    bool Serves(const Moves& moves) const;
   };
+  // A bound program, and the sides that it was run with.
+  struct BoundSides {
+    std::weak_ptr<const BoundProgram> bound;
+    Sides sides;
+  };
+  static bool Lists(const std::vector<BoundSides>& list, const Moves& moves);
 
   // The pieces that hold a bound program's replicas.
   struct KeptReplicas {
@@ -174,6 +186,7 @@ class Executor {
   struct KeptReadback {
     std::weak_ptr<const DestinationIndex> index;
     std::vector<MemberId> destinations;
+    Sides sides;
     std::shared_ptr<const Pieces> pieces;
     std::shared_ptr<const PreparedReadback> readback;
     // By entry of `pieces`: the ContentFactor of its tensor; 0: of a destination of which not all
@@ -199,6 +212,7 @@ class Executor {
   struct KeptPlaces {
     std::weak_ptr<const DestinationIndex> index;
     std::vector<MemberId> destinations;
+    Sides sides;
     std::shared_ptr<const DestinationPlaces> places;
     // Keys of the pieces of which a transfer showed that they don't lie in a destination's memory
     // at another place.
@@ -216,13 +230,13 @@ class Executor {
   // For each group: local moves (of two programs while a new one takes over), and comparisons.
   std::vector<Kept> kept_;
   std::vector<KeptReplicas> kept_replicas_;
-  std::vector<KeptReadback> kept_readbacks_;  // one for each group
+  std::vector<KeptReadback> kept_readbacks_;  // one for each group, and for each of its sides
   std::map<UpdateId, UpdateSums> sums_;
   std::vector<KeptPlaces> kept_places_;
   // Bound programs whose members' memory was found not to overlap.
-  std::vector<std::weak_ptr<const BoundProgram>> checked_;
+  std::vector<BoundSides> checked_;
   // Bound programs that have sources to witness, until that was done.
-  std::vector<std::weak_ptr<const BoundProgram>> unwitnessed_;
+  std::vector<BoundSides> unwitnessed_;
   // The digests of sources before a binding's first run. `updates`: the ids of its attempts.
   struct Before {
     std::weak_ptr<const BoundProgram> bound;

@@ -38,6 +38,7 @@ int64_t Distance(const Box& from, const Dims& strides, const Box& box, int64_t e
 }
 
 absl::StatusOr<std::map<RegionId, MemorySpan>> Regions(MemberId member, const Layout& layout,
+                                                       bool destination,
                                                        const MemoryResolver& memory) {
   std::map<RegionId, MemorySpan> regions;
   const RegionId* last = nullptr;
@@ -46,7 +47,8 @@ absl::StatusOr<std::map<RegionId, MemorySpan>> Regions(MemberId member, const La
     last = &piece.region;
     const auto [it, added] = regions.try_emplace(piece.region);
     if (!added) continue;
-    REFITD_ASSIGN_OR_RETURN(it->second, memory.Region(member, piece.region));
+    REFITD_ASSIGN_OR_RETURN(it->second, destination ? memory.Destination(member, piece.region)
+                                                    : memory.Region(member, piece.region));
   }
   return regions;
 }
@@ -537,13 +539,14 @@ absl::StatusOr<ProgramMemory> ResolveMemory(const StartMoves& start, const Memor
     }
   }
   for (size_t i = 0; i < sources && ReadsSources(start.step) && replicas == nullptr; ++i) {
-    REFITD_ASSIGN_OR_RETURN(found.sources[i],
-                            Regions(bound.sources[i], *bound.source_layouts[i], memory));
+    REFITD_ASSIGN_OR_RETURN(found.sources[i], Regions(bound.sources[i], *bound.source_layouts[i],
+                                                      /*destination=*/false, memory));
   }
   for (size_t i = 0; i < destinations && WritesDestinations(start.step); ++i) {
     if (Skipped(start.skip_destination, i)) continue;
     REFITD_ASSIGN_OR_RETURN(found.destinations[i],
-                            Regions(bound.destinations[i], *bound.destination_layouts[i], memory));
+                            Regions(bound.destinations[i], *bound.destination_layouts[i],
+                                    /*destination=*/true, memory));
   }
   if (start.step == MoveStep::kWitness) found.places = PlacesOf(bound, memory);
   if (UsesSlot(start.step)) {
@@ -562,7 +565,8 @@ std::string MemoryResolver::LabelOf(MemberId member) const {
 PlacedLayout PlaceOf(MemberId member, const std::shared_ptr<const Layout>& layout, bool destination,
                      const MemoryResolver& memory) {
   PlacedLayout placed{layout, {}, memory.LabelOf(member), destination};
-  const absl::StatusOr<std::map<RegionId, MemorySpan>> regions = Regions(member, *layout, memory);
+  const absl::StatusOr<std::map<RegionId, MemorySpan>> regions =
+      Regions(member, *layout, destination, memory);
   if (!regions.ok()) return placed;
   for (const auto& [id, span] : *regions) placed.origins.emplace(id, span.origin);
   return placed;

@@ -26,7 +26,15 @@ namespace refitd {
 class MemoryResolver {
  public:
   virtual ~MemoryResolver() = default;
+  // The memory that the member reads as the region.
   virtual absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const = 0;
+  // The memory that updates write for the region: its back, if it has one (Layout::backs).
+  virtual absl::StatusOr<MemorySpan> Destination(MemberId member, RegionId region) const {
+    return Region(member, region);
+  }
+  // Whether the member's regions and their backs have changed places. What is bound to the member's
+  // memory holds for one of the two.
+  virtual bool Flipped(MemberId /*member*/) const { return false; }
   // A slot in the place whose slots cross to other daemons: host memory, or one GPU of this daemon.
   virtual absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const = 0;
   // A slot on the device of this daemon's member; for members of other daemons: as Slot.

@@ -36,8 +36,10 @@ absl::Status CheckJoins(const group::Update& u, const group::Member& member, con
     return Precondition("evict_late: {} differs from the first rank's {}", e.evict_late,
                         u.evict_late);
   }
+  // A staged update goes on without trainers that were lost, whose successors take no part in it.
   const auto it = u.push.trainers().find(member.rank);
-  if (u.state != UpdateState::kOpening && it == u.push.trainers().end()) {
+  const bool began = it != u.push.trainers().end() && it->second.member == member.id;
+  if (u.state != UpdateState::kOpening && !began) {
     return Precondition("the update to version {} runs without trainer rank {}", u.version,
                         member.rank);
   }
@@ -209,7 +211,8 @@ void Group::Impl::On(const ReadyEvent& e) {
   if (!Next(member->state, MemberTrigger::kReady).has_value()) return;
   // A rank that is ready for this update reads no slot of earlier updates.
   slots.EndReads(e.member);
-  update->participants.MarkReady(member, update->state == UpdateState::kPreparing);
+  update->participants.MarkReady(
+      member, update->state == UpdateState::kPreparing || update->state == UpdateState::kFlipping);
 }
 
 void Group::Impl::FailUnready() {
@@ -229,8 +232,29 @@ void Group::Impl::FailUnready() {
   }
 }
 
+void Group::Impl::On(const UpdateAnnounced& e) {
+  if (update == nullptr || update->id != e.update) return;
+  if (update->state == UpdateState::kPreparing) update->participants.MarkStageable();
+}
+
 void Group::Impl::On(const DataPlaneState& e) {
   if (update != nullptr && update->id == e.update) update->data_plane_up = e.up;
+}
+
+// A rank that is silent when it has to flip costs its own instance alone: the others have the
+// version.
+void Group::Impl::EvictUnflipped() {
+  for (uint32_t i = 0; i < update->participants.all().size(); ++i) {
+    const std::optional<MemberId> late = update->participants.FirstUnready(i);
+    if (!late.has_value()) continue;
+    GiveUp why{fmt::format("{} did not flip within {} (limits.ready_ms)", members.Label(*late),
+                           group::Seconds(limits.ready_limit))};
+    why.kind = GiveUpClass::kDeadline;
+    update->participants.SuspectUnready(i, &why.failure);
+    why.commit_code = absl::StatusCode::kDeadlineExceeded;
+    Evict(i, why);
+    if (update->state == UpdateState::kEnding) return;
+  }
 }
 
 void Group::Impl::OpenDataIfReady() {

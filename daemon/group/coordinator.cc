@@ -384,7 +384,7 @@ void Coordinator::Impl::On(NodeId node, const PeerLayout& r) {
   const uint64_t digest = r.digest.has_value() ? *r.digest : r.layout->Digest();
   const std::shared_ptr<const Layout> layout = engine ? layouts.Share(r.layout, digest) : r.layout;
   layouts.Set(ours, layout, digest);
-  Feed(LayoutRegistered{ours, layout, call, digest, r.content});
+  Feed(LayoutRegistered{ours, layout, call, digest, r.content, engine && r.shadowed});
 }
 
 void Coordinator::Impl::On(NodeId node, PeerCall& r) {
@@ -535,6 +535,7 @@ void Coordinator::Impl::Announce() {
   EnsureCommunicator();
   // A communicator that came up while the update before was being given up has not been judged yet.
   if (update_runs() && communicator.has_value() && communicator->up()) JudgeSearch();
+  if (update.has_value()) Feed(UpdateAnnounced{update->record().id});
 }
 
 void Coordinator::Impl::End(const UpdateEnded& a) {

@@ -83,7 +83,8 @@ UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& re
   const auto until = [now, none](TimePoint end) { return end == none ? now : end; };
   ended.prepare = until(u.data_began) - u.started;
   if (u.data_began != none) ended.data = until(u.data_ended) - u.data_began;
-  if (u.data_ended != none) ended.verify = now - u.data_ended;
+  if (u.data_ended != none) ended.verify = until(u.flips_began) - u.data_ended;
+  if (u.flips_began != none) ended.flip = now - u.flips_began;
   return ended;
 }
 
@@ -200,16 +201,24 @@ void Group::Impl::SettleIfDone() {
     why.commit_code = tied.code();
     return Abandon(std::move(why));
   }
-  if (!update->readback.running()) return Conclude(Outcome::kCommitted, "");
+  if (!update->readback.running()) return Decide();
   Step(&update->state, UpdateTrigger::kVerify);
   out.Changed();
+}
+
+void Group::Impl::Decide() {
+  if (!update->participants.HasToFlip()) return Conclude(Outcome::kCommitted, "");
+  Step(&update->state, UpdateTrigger::kFlip);
+  update->flips_began = out.now();
+  update->ready_deadline = std::min(out.now() + limits.ready_limit, update->deadline);
+  update->participants.Flip();
 }
 
 void Group::Impl::On(const VerifyDone& e) {
   if (update == nullptr || update->id != e.update || !update->readback.End()) return;
   if (update->state == UpdateState::kEnding) return;
   if (update->readback.Passes(e)) {
-    if (update->state == UpdateState::kVerifying) Conclude(Outcome::kCommitted, "");
+    if (update->state == UpdateState::kVerifying) Decide();
     return;
   }
   Abandon(FailedVerification(update->participants, members, e));
@@ -332,8 +341,12 @@ void Group::Impl::On(const AbortEvent& e) {
                     EmptyReply{});
     return;
   }
+  const auto began = [&] {
+    const auto it = update->push.trainers().find(member->rank);
+    return it != update->push.trainers().end() && it->second.member == member->id;
+  };
   if (update == nullptr || update->version != e.version ||
-      group::IsAnother(e.update, update.get()) || !update->push.trainers().contains(member->rank)) {
+      group::IsAnother(e.update, update.get()) || !began()) {
     out.Refuse(e.call,
                Precondition("no update to version {} is open for {}", e.version, member->label));
     return;
@@ -356,7 +369,7 @@ void Group::Impl::On(const OperatorAbort& e) {
 }
 
 void Group::Impl::On(const FailUpdate& e) {
-  if (update == nullptr || update->id != e.update) return;
+  if (update == nullptr || update->id != e.update || update->staged()) return;
   Abandon({e.reason, e.kind, e.failure});
 }
 
@@ -471,7 +484,7 @@ Failure group::SuspectAwaited(const Update& update, const Membership& members) {
   if (update.state == UpdateState::kOpening && !update.catch_up.has_value()) {
     members.SuspectMissing(update.push.BegunRanks(), &failure);
   }
-  if (update.state == UpdateState::kPreparing) {
+  if (update.state == UpdateState::kPreparing || update.state == UpdateState::kFlipping) {
     for (uint32_t i = 0; i < update.participants.all().size(); ++i) {
       if (update.participants.evicted()[i]) continue;
       update.participants.SuspectUnready(i, &failure);
@@ -502,6 +515,8 @@ std::string Group::Impl::WaitedFor() const {
     }
     case UpdateState::kVerifying:
       return "the verification of what was written";
+    case UpdateState::kFlipping:
+      return group::Few(update->participants.Unready());
     default:
       break;
   }

@@ -64,9 +64,9 @@ struct Follower::Impl {
   void On(const Event& e) { worker.Handle(e, now, Out()); }
   // Only coordinators get the events below.
   template <typename Event>
-  requires kIsOneOf<Event,
-                    std::variant<RefitPlanned, CompareDone, RefitDone, FailUpdate, DataPlaneState,
-                                 KeepNodesOut, NodeJoined, NodeLost, ReportReceived>>
+  requires kIsOneOf<
+      Event, std::variant<RefitPlanned, CompareDone, RefitDone, FailUpdate, UpdateAnnounced,
+                          DataPlaneState, KeepNodesOut, NodeJoined, NodeLost, ReportReceived>>
   void On(const Event& /*e*/) {}
 
   // ---- commands ----
@@ -222,7 +222,8 @@ void Follower::Impl::On(const LayoutRegistered& e) {
   }
   const uint64_t digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   layouts[e.call] = {e.member, e.layout, digest};
-  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest, e.content});
+  Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest, e.content,
+                    absl::OkStatus(), e.shadowed});
 }
 
 // Commands come in order: an update that counts on the layout is prepared after this answer.
@@ -453,9 +454,12 @@ void Follower::Impl::Take(const SendPart& c) {
 void Follower::Impl::Take(const MemberAction& c) {
   std::visit(
       [this](const auto& action) {
-        if constexpr (requires { action.version; }) {
+        const auto it = members.find(action.member);
+        if constexpr (requires { action.update; }) {
+          if (it == members.end()) return;
+          it->second.prepared = action.update;
+        } else if constexpr (requires { action.version; }) {
           // The update is over for the member.
-          const auto it = members.find(action.member);
           if (it != members.end()) it->second.prepared.reset();
         }
         Do(GroupAction(action));

@@ -137,7 +137,8 @@ TEST_CASE("an update commits only from settling or verifying, and ends aborted o
       const auto trigger = static_cast<UpdateTrigger>(t);
       const auto next = Next(state, trigger);
       if (next == UpdateState::kCommitted) {
-        CHECK((state == UpdateState::kSettling || state == UpdateState::kVerifying));
+        CHECK((state == UpdateState::kSettling || state == UpdateState::kVerifying ||
+               state == UpdateState::kFlipping));
         CHECK(trigger == UpdateTrigger::kDecide);
       }
       if (next == UpdateState::kAborted) {

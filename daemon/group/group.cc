@@ -79,6 +79,10 @@ void Group::Impl::PumpUpdate() {
     }
     SettleIfDone();
   }
+  if (update != nullptr && update->state == UpdateState::kFlipping &&
+      update->participants.all_ready()) {
+    Conclude(Outcome::kCommitted, "");
+  }
   if (update == nullptr || update->state != UpdateState::kEnding) return;
   if (update->push.in_flight() > 0 || update->program.in_use()) return;
   if (!update->readback.running()) Conclude(Outcome::kAborted, update->give_up.reason);
@@ -290,6 +294,10 @@ void Group::Impl::On(const Tick&) {
 
 void Group::Impl::TickUpdate() {
   constexpr absl::StatusCode kDeadline = absl::StatusCode::kDeadlineExceeded;
+  if (update->state == UpdateState::kFlipping) {
+    if (out.now() >= update->ready_deadline) EvictUnflipped();
+    return;
+  }
   if (out.now() >= update->deadline) {
     Abandon({fmt::format("the update's deadline passed after {} (Begin's duration, else "
                          "limits.default_duration_ms): waited for {}",
@@ -413,7 +421,9 @@ std::optional<TimePoint> Group::NextDeadline() const {
     return next;
   }
   consider(update->deadline);
-  if (update->state == UpdateState::kPreparing) consider(update->ready_deadline);
+  if (update->state == UpdateState::kPreparing || update->state == UpdateState::kFlipping) {
+    consider(update->ready_deadline);
+  }
   if (const auto ack = update->push.FirstLate(); ack.has_value()) consider(ack->first);
   consider(impl_->IdleDeadline());
   return next;
@@ -437,10 +447,11 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "{} takes {} delivery: it registers no layout", m->label, Name(m->delivery));
   }
-  if (m->state != MemberState::kAttached) {
+  const group::Update* const update = impl_->update.get();
+  if (m->state != MemberState::kAttached ||
+      (update != nullptr && update->participants.Uses(member))) {
     return Error(absl::StatusCode::kFailedPrecondition,
-                 "{} takes part in the running update to version {}", m->label,
-                 impl_->update->version);
+                 "{} takes part in the running update to version {}", m->label, update->version);
   }
   return absl::OkStatus();
 }

@@ -326,6 +326,8 @@ struct LayoutRegistered {
   // Daemons read the memory of ranks that claim a version with its digest, and take part in
   // catch-ups.
   uint64_t content = 0;
+  // Engine ranks: the layout's regions have backs (Layout::backs).
+  bool shadowed = false;
 };
 
 struct BeginEvent {
@@ -537,6 +539,11 @@ struct FailUpdate {
   GiveUpClass kind = GiveUpClass::kPeerLost;
   Failure failure{};
 };
+// Every node was sent the update that is assembled, so that shadowed instances may be written:
+// their ranks are not asked before.
+struct UpdateAnnounced {
+  UpdateId update;
+};
 // Whether the data plane between the update's nodes is up: while it is not, no transfer is started.
 // Without this event it counts as up.
 struct DataPlaneState {
@@ -570,7 +577,7 @@ using GroupEvent =
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
                  TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, VerifyDone,
                  RefitPlanned, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
-                 FailUpdate, DataPlaneState, KeepNodesOut, Tick, CallGone>;
+                 FailUpdate, UpdateAnnounced, DataPlaneState, KeepNodesOut, Tick, CallGone>;
 
 // ---- actions ----
 
@@ -632,8 +639,9 @@ struct UpdateRecord {
   const Version version;
   // When each phase began or must end, then what Begin asked for.
   TimePoint started;
-  TimePoint data_began;  // when every rank had answered Ready
-  TimePoint data_ended;  // when the last Commit came
+  TimePoint data_began;   // when every rank had answered Ready
+  TimePoint data_ended;   // when the last Commit came
+  TimePoint flips_began;  // when shadowed instances were to flip
   TimePoint deadline;
   TimePoint ready_deadline;  // set from Preparing on
   int64_t tensor_count = 0;  // 0: Begin named none
@@ -658,12 +666,21 @@ struct UpdateRecord {
 struct UpdateAssembled {
   std::shared_ptr<UpdateRecord> update;
 };
+// The ranks of shadowed instances get no SendPrepare but, once the version is staged, SendFlip.
 struct SendPrepare {
   MemberId member;
   Version version;
   UpdateId update;
   Duration remaining{};
   int64_t tensor_count = 0;
+};
+// The version lies in the rank's backs, verified: the rank makes them what it reads, and answers
+// Ready.
+struct SendFlip {
+  MemberId member;
+  Version version;
+  UpdateId update;
+  Duration remaining{};
 };
 // Hand one part to a loader engine rank.
 struct SendPart {
@@ -695,7 +712,7 @@ struct SendDraining {
 };
 // The events of a member of another daemon that are sent to that daemon as they are; it performs
 // them.
-using MemberAction = std::variant<SendCommitted, SendAborted, SendDraining>;
+using MemberAction = std::variant<SendFlip, SendCommitted, SendAborted, SendDraining>;
 
 // One part of a bucket, as its root gets it; the others get what concerns them.
 struct PeerHeader {
@@ -726,8 +743,8 @@ struct PeerHeader {
   std::vector<uint32_t> bucket_ranges;
   std::vector<bool> skip;         // by destination; true: evicted since
   std::vector<MemberId> readers;  // ranks that will be handed the slot
-  // Root. With a slot, kAuto leaves the choice to the executor. Without a slot every method is
-  // kDirect.
+  // Root. The method to use. kAuto: the executor chooses. Without a slot the part goes by kDirect,
+  // whatever this says.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
   // The part was announced before, over a communicator that was closed. The root sends the slot
   // that it packed then; the other nodes of this header lack the part.
@@ -811,6 +828,7 @@ struct UpdateEnded {
   Duration prepare{};  // from Begin to every rank ready
   Duration data{};     // from there to the last Commit
   Duration verify{};   // from there to every digest compared
+  Duration flip{};     // from there to the outcome
   Duration total{};    // from Begin to the outcome
   int64_t bytes = 0;   // tensor data handed over
   GiveUpClass give_up_class = GiveUpClass::kNone;
@@ -833,7 +851,7 @@ struct RefuseMember {
 struct WelcomeMember {
   MemberId member;
 };
-// Something that status or watch shows has changed.
+// The group has changed in a way that status or watch shows.
 struct StateChanged {};
 // One line for the log, written once where its cause is first detected.
 struct LogLine {
@@ -845,10 +863,10 @@ struct LogLine {
 };
 
 using GroupAction =
-    std::variant<Reply, SendPrepare, SendPart, SendCommitted, SendAborted, SendDraining, MovePart,
-                 VerifyUpdate, PlanRefit, StartCompare, StartRefit, ReleaseMember, UpdateAssembled,
-                 NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded, RefuseMember,
-                 WelcomeMember, StateChanged, LogLine>;
+    std::variant<Reply, SendPrepare, SendFlip, SendPart, SendCommitted, SendAborted, SendDraining,
+                 MovePart, VerifyUpdate, PlanRefit, StartCompare, StartRefit, ReleaseMember,
+                 UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded,
+                 RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----

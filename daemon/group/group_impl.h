@@ -102,6 +102,7 @@ struct Group::Impl {
   void On(const ReplaceGroup& e);
   void On(const DrainEvent& e);
   void On(const FailUpdate& e);
+  void On(const UpdateAnnounced& e);
   void On(const DataPlaneState& e);
   void On(const KeepNodesOut& e);
   void On(const Tick& e);
@@ -133,6 +134,7 @@ struct Group::Impl {
   void Assemble();
   void OpenDataIfReady();
   void FailUnready();
+  void EvictUnflipped();
 
   // ---- the data phase, in group.cc ----
   // The progress of the rank in the running update, or why its data calls are refused. `wanted`:
@@ -157,6 +159,8 @@ struct Group::Impl {
   void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
   void TakeCommitIfComplete(Member* member, TrainerProgress* progress);
   void SettleIfDone();
+  // Everything is written and verified: has shadowed instances flip, else commits.
+  void Decide();
   void Evict(uint32_t participant, const GiveUp& why);
   // A live rank is late or failed: evicts its instance, or gives the update up.
   void FailEngine(uint32_t participant, const GiveUp& why);

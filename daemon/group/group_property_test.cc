@@ -20,7 +20,7 @@ class Schedule {
     MakeModel();
     const int instances = Pick(1, 4);
     for (int i = 0; i < instances; ++i) {
-      shapes_.push_back({"i" + std::to_string(i), Chance(60) ? 1 : 2, Pick(0, 2)});
+      shapes_.push_back({"i" + std::to_string(i), Chance(60) ? 1 : 2, Pick(0, 3)});
     }
   }
 
@@ -37,7 +37,8 @@ class Schedule {
   struct Shape {
     std::string name;
     int world_size;
-    int delivery;  // 0 registered, 1 staged with manifest, 2 staged without
+    // 0: in place, 1: loader with a manifest, 2: loader without, 3: shadowed
+    int delivery;
   };
   struct Trainer {
     MemberId id;
@@ -99,6 +100,7 @@ class Schedule {
         if (ranks_.contains(key)) continue;
         ranks_[key] =
             shape.delivery == 0   ? g_.InPlaceRank(shape.name, model_, rank, shape.world_size)
+            : shape.delivery == 3 ? g_.ShadowedRank(shape.name, model_, rank, shape.world_size)
             : shape.delivery == 1 ? g_.LoaderRank(shape.name, model_, rank, shape.world_size)
                                   : g_.LoaderRank(shape.name, std::nullopt, rank, shape.world_size);
         return;

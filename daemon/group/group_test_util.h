@@ -55,6 +55,7 @@ class TestGroup {
     std::string instance;
     DeliveryMode delivery;
     std::shared_ptr<const Layout> layout;
+    bool shadowed = false;
   };
   struct Running {
     MovePart transfer;
@@ -120,6 +121,19 @@ class TestGroup {
   void Register(MemberId id, std::shared_ptr<const Layout> layout) {
     engines[id].layout = layout;
     Do(LayoutRegistered{id, std::move(layout)});
+  }
+  // An in-place rank whose regions have backs.
+  MemberId ShadowedRank(const std::string& instance, const std::vector<TensorSpec>& tensors,
+                        int rank = 0, int world_size = 1, bool catch_up = false) {
+    EngineIdentity who{instance, rank, world_size, DeliveryMode::kInPlace, 2000 + rank, {}, {}};
+    who.catch_up = catch_up;
+    const MemberId id = AttachEngine(std::move(who));
+    engines[id].shadowed = true;
+    LayoutRegistered e{id, LayoutOf(tensors, rank, world_size)};
+    e.shadowed = true;
+    engines[id].layout = e.layout;
+    Do(std::move(e));
+    return id;
   }
   void Lose(MemberId id, const std::string& reason = "killed") {
     // When an instance loses its last rank, the instance is gone, and so is its dirty state.
@@ -262,9 +276,15 @@ class TestGroup {
     REQUIRE(prepare != prepares.rend());
     AnswerReady(member, prepare->update);
   }
+  // The member has flipped for the running update.
+  void Flipped(MemberId member) {
+    std::erase_if(prepared, [&](const auto& p) { return p.first == member; });
+    AnswerReady(member, assembled->id);
+  }
   // A rank that is ready for an update reads no slots of earlier updates.
   void AnswerReady(MemberId member, UpdateId update) {
     std::erase_if(handed, [&](const Handed& h) { return h.member == member && h.id < update; });
+    if (engines.contains(member) && engines[member].shadowed) flipped_.insert({member, update});
     Do(ReadyEvent{member, update});
   }
   // All engine ranks that were prepared and have not answered answer Ready.
@@ -434,6 +454,8 @@ class TestGroup {
     }
     // Daemons are asked before a binding's first run, also where there are no replicas.
     if (comparing.has_value() && assembled->use->plan->replicas.boxes.empty()) FinishCompare();
+    // As the coordinator does.
+    if (announces && std::exchange(unannounced_, false)) Do(UpdateAnnounced{assembled->id});
   }
 
   Group group;
@@ -449,6 +471,8 @@ class TestGroup {
   std::map<CallId, std::shared_ptr<const CheckedBucket>> pushed;
   std::vector<std::pair<MemberId, UpdateId>> prepared;  // unanswered
   std::vector<SendPrepare> prepares;                    // all
+  std::vector<SendFlip> flips;                          // all
+  bool announces = true;  // the group is told when every node was sent the update
   std::vector<Running> running;
   std::vector<Handed> handed;  // unacknowledged
   std::vector<SendPart> parts;
@@ -529,6 +553,26 @@ class TestGroup {
     CHECK_FALSE(released.contains(member));
   }
 
+  void CheckWritten(const Engine& engine) {
+    for (uint32_t t = 0; t < engine.layout->tensors.size(); ++t) {
+      const TensorSpec& tensor = engine.layout->tensors[t];
+      const auto& only = group.spec().engine_only_tensors;
+      if (std::find(only.begin(), only.end(), tensor.name) != only.end()) continue;
+      const auto& pieces = engine.layout->pieces;
+      if (std::none_of(pieces.begin(), pieces.end(),
+                       [t](const Piece& piece) { return piece.tensor == t; })) {
+        continue;  // the tensor's bytes are another tensor's
+      }
+      CAPTURE(tensor.name, engine.instance);
+      CHECK(written_[engine.id][tensor.name].total() == *ElementCount(tensor.shape));
+    }
+  }
+  // P2: the instance serves what the update writes.
+  void NoteWrite(MemberId member) {
+    const auto engine = engines.find(member);
+    if (engine != engines.end() && !engine->second.shadowed) dirty.insert(engine->second.instance);
+  }
+
   void On(const Reply& a) {
     CHECK(asked.contains(a.call));
     CHECK(replies.emplace(a.call, a).second);  // once
@@ -545,6 +589,17 @@ class TestGroup {
     written_.erase(a.member);
     delivered_.erase(a.member);
     next_part_.erase(a.member);
+  }
+  void On(const SendFlip& a) {
+    CheckAlive(a.member);
+    CHECK(a.remaining > Duration(0));
+    CHECK(engines.at(a.member).shadowed);
+    CHECK(running.empty());
+    CHECK_FALSE(verifying.has_value());
+    CHECK_FALSE(refitting.has_value());
+    CheckWritten(engines.at(a.member));  // P1: before it is put into place
+    prepared.emplace_back(a.member, a.update);
+    flips.push_back(a);
   }
   void On(const SendPart& a) {
     CheckAlive(a.member);
@@ -574,19 +629,9 @@ class TestGroup {
     if (it == engines.end()) return;
     const Engine& engine = it->second;
     dirty.erase(engine.instance);
+    if (engine.shadowed) CHECK(flipped_.contains({a.member, UpdateId(updates_)}));
     if (engine.delivery == DeliveryMode::kInPlace) {
-      for (uint32_t t = 0; t < engine.layout->tensors.size(); ++t) {
-        const TensorSpec& tensor = engine.layout->tensors[t];
-        const auto& only = group.spec().engine_only_tensors;
-        if (std::find(only.begin(), only.end(), tensor.name) != only.end()) continue;
-        const auto& pieces = engine.layout->pieces;
-        if (std::none_of(pieces.begin(), pieces.end(),
-                         [t](const Piece& piece) { return piece.tensor == t; })) {
-          continue;  // the tensor's bytes are another tensor's
-        }
-        CAPTURE(tensor.name, engine.instance);
-        CHECK(written_[a.member][tensor.name].total() == *ElementCount(tensor.shape));
-      }
+      CheckWritten(engine);
     } else {
       CHECK(static_cast<int64_t>(acked_[{a.member, updates_}].size()) == next_part_[a.member]);
       for (const Handed& h : handed) CHECK((h.member != a.member || h.update != updates_));
@@ -632,7 +677,7 @@ class TestGroup {
       if (!any) continue;
       CheckAlive(to);
       r.touches.insert(to);
-      if (engines.contains(to)) dirty.insert(engines[to].instance);
+      NoteWrite(to);
     }
     running.push_back(std::move(r));
   }
@@ -651,7 +696,13 @@ class TestGroup {
     CHECK_FALSE(RefitTouches(a.member));
     CHECK(released.insert(a.member).second);
   }
-  void On(const UpdateAssembled& a) { assembled = a.update; }
+  void On(const UpdateAssembled& a) {
+    assembled = a.update;
+    unannounced_ = true;
+    for (size_t d = 0; d < assembled->destinations.size(); ++d) {
+      written_.erase(assembled->destinations[d]);
+    }
+  }
   void On(const NodeOutOfUpdate&) {}
   void On(const UpdateAbandoned&) {}
   void On(const CleanUpOverdue& a) { overdue.push_back(a.update); }
@@ -696,8 +747,7 @@ class TestGroup {
     for (size_t d = 0; d < assembled->destinations.size(); ++d) {
       if (a.skip[d]) continue;
       CheckAlive(assembled->destinations[d]);
-      const auto engine = engines.find(assembled->destinations[d]);
-      if (engine != engines.end()) dirty.insert(engine->second.instance);
+      NoteWrite(assembled->destinations[d]);
     }
     refitting = a;
   }
@@ -734,6 +784,8 @@ class TestGroup {
   std::map<MemberId, Written> delivered_;  // of the running update
   std::map<std::pair<MemberId, uint64_t>, std::set<PartSeq>> acked_;
   std::map<MemberId, int64_t> next_part_;
+  std::set<std::pair<MemberId, UpdateId>> flipped_;  // that answered Ready
+  bool unannounced_ = false;
 };
 
 }  // namespace refitd

@@ -20,7 +20,9 @@
 //
 // Triggers:
 //   complete     every rank is attached and, for in-place delivery, has a layout
-//   prepare      an update takes the instance in: Prepare is sent to every rank
+//   prepare      an update takes the instance in: Prepare is sent to every rank. A shadowed
+//                instance stays clean or dirty until the version is staged, and is not sent the
+//                Prepare that flips before that; it has no first_write.
 //   all_ready    every rank answered Ready
 //   first_write  the first byte of an update is about to be written or handed over to it
 //   commit       the update committed with this instance in it

@@ -83,6 +83,10 @@ void Group::Impl::On(const LayoutRegistered& e) {
     out.Refuse(e.call, Precondition("member {} is not attached", e.member));
     return;
   }
+  if (absl::Status status = members.CheckShadowed(*member, e.shadowed); !status.ok()) {
+    if (e.call != CallId()) out.Refuse(e.call, std::move(status));
+    return;
+  }
   // A new layout binds other memory, and nobody has said that this memory holds the version.
   if (member->layout != nullptr) member->held.reset();
   versions.CheckContent(member, e.content);
@@ -124,7 +128,7 @@ void Group::Impl::LoseTrainer(const Member& member, const std::string& reason) {
     }
     return;
   }
-  if (update == nullptr) return;
+  if (update == nullptr || update->staged()) return;
   Abandon({fmt::format("{} was lost: {}", member.label, reason), GiveUpClass::kMemberLost,
            members.Suspecting(member.id)});
 }

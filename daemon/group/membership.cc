@@ -280,8 +280,21 @@ absl::Status Membership::WhyUnwelcome(const Member& member) const {
   return absl::AbortedError("the group's owner has changed: attach again");
 }
 
+// An instance flips as a whole.
+absl::Status Membership::CheckShadowed(const Member& member, bool shadowed) const {
+  if (!member.engine) return absl::OkStatus();
+  for (const auto& [rank, id] : instances_.at(member.instance).ranks) {
+    const Member& other = *Find(id);
+    if (id == member.id || other.layout == nullptr || other.shadowed == shadowed) continue;
+    return InvalidField("layout.backs", "layout.backs: {} has {}, and {} has {}", member.label,
+                        shadowed ? "backs" : "none", other.label, shadowed ? "none" : "backs");
+  }
+  return absl::OkStatus();
+}
+
 void Membership::Register(Member* member, const LayoutRegistered& e) {
   if (member->engine) ++changes_;
+  member->shadowed = e.shadowed;
   member->layout = e.layout;
   ++member->registrations;
   member->verified = false;

@@ -58,6 +58,7 @@ struct Member {
   uint64_t registrations = 0;       // layouts that the member has registered
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
   uint64_t held_digest = 0;         // the ContentDigest that belongs to `held`; 0: not known
+  bool shadowed = false;            // engines: its layout's regions have backs
   bool on_device = false;           // engines: memory is on a GPU
   bool catch_up = false;            // engines: may give, and be caught up
   bool updated = false;             // engines: an update was committed to it in this lease
@@ -135,6 +136,9 @@ class Membership {
   // that attached trainers have to leave. `draining`: the member is sent SendDraining at once.
   bool EnterTrainer(Member member, bool draining);
   bool EnterEngine(Member member, const EngineIdentity& who, bool draining);
+  // INVALID_ARGUMENT: another rank of the instance has backs where this rank has none, or the
+  // reverse.
+  absl::Status CheckShadowed(const Member& member, bool shadowed) const;
   void Register(Member* member, const LayoutRegistered& e);
   // A limit refuses what the rank declares: its layout, or a manifest, with which it was not taken
   // in.

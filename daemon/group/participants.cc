@@ -29,6 +29,7 @@ absl::Status UpdateParticipants::Assemble(const TakesIn& takes_in,
                        DeclaresManifest(mode) ? member.manifest : nullptr});
     }
     participant.unready = participant.members.size();
+    participant.shadowed = members_.Find(participant.members.front())->shadowed;
   }
   const size_t instances = names.size();
   if (*kept == nullptr || (*kept)->ranks() != ranks || (*kept)->instances() != names) {
@@ -60,12 +61,47 @@ void UpdateParticipants::Clear() {
 
 void UpdateParticipants::Prepare() {
   const Duration remaining = update_.deadline - out_.now();
-  for (const Participant& participant : all_) {
-    Step(&members_.FindInstance(participant.instance)->state, InstanceTrigger::kPrepare);
-    members_.NoteStanding(participant.instance);
+  for (Participant& participant : all_) {
+    if (participant.shadowed) continue;
+    BeginPrepare(&participant);
     for (const MemberId id : participant.members) {
-      Step(&members_.Find(id)->state, MemberTrigger::kPrepare);
       out_.Do(SendPrepare{id, update_.version, update_.id, remaining, update_.tensor_count});
+    }
+  }
+  out_.Changed();
+}
+
+void UpdateParticipants::BeginPrepare(Participant* participant) {
+  participant->prepared = true;
+  Step(&members_.FindInstance(participant->instance)->state, InstanceTrigger::kPrepare);
+  members_.NoteStanding(participant->instance);
+  for (const MemberId id : participant->members) {
+    Step(&members_.Find(id)->state, MemberTrigger::kPrepare);
+  }
+}
+
+void UpdateParticipants::MarkStageable() {
+  for (Participant& participant : all_) {
+    if (!participant.shadowed || participant.prepared) continue;
+    participant.unready = 0;
+    participant.ready = true;
+  }
+}
+
+bool UpdateParticipants::HasToFlip() const {
+  return std::any_of(all_.begin(), all_.end(),
+                     [](const Participant& p) { return p.shadowed && !p.prepared && !p.evicted; });
+}
+
+void UpdateParticipants::Flip() {
+  const Duration remaining = update_.deadline - out_.now();
+  for (Participant& participant : all_) {
+    if (!participant.shadowed || participant.evicted) continue;
+    participant.unready = participant.members.size();
+    participant.ready = false;
+    BeginPrepare(&participant);
+    for (const MemberId id : participant.members) {
+      out_.Do(SendFlip{id, update_.version, update_.id, remaining});
     }
   }
   out_.Changed();
@@ -130,6 +166,12 @@ std::optional<uint32_t> UpdateParticipants::Of(MemberId member) const {
   return it->second;
 }
 
+bool UpdateParticipants::Uses(MemberId member) const {
+  const auto it = participant_of_.find(member);
+  return it != participant_of_.end() &&
+         (!all_[it->second].evicted || all_[it->second].touching > 0);
+}
+
 bool UpdateParticipants::HasInstance(const std::string& instance) const {
   return std::any_of(all_.begin(), all_.end(),
                      [&](const Participant& p) { return p.instance == instance && !p.evicted; });
@@ -176,6 +218,8 @@ void UpdateParticipants::WriteFirst(uint32_t index) {
   Participant& participant = all_[index];
   if (participant.written) return;
   participant.written = true;
+  // P2: what a shadowed instance serves is not touched.
+  if (participant.shadowed) return;
   Instance& instance = *members_.FindInstance(participant.instance);
   Step(&instance.state, InstanceTrigger::kFirstWrite);
   members_.NoteStanding(participant.instance);
@@ -233,9 +277,10 @@ void UpdateParticipants::AbortEvictedIfQuiet() {
   }
 }
 
-// Each member gets the outcome of its own instance.
+// Each member gets the outcome of its own instance, unless it was not sent the update.
 void UpdateParticipants::SendAborted(const Participant& participant, const std::string& reason,
                                      const Failure& failure) {
+  if (!participant.prepared) return;
   const Instance* instance = members_.FindInstance(participant.instance);
   const bool dirty = instance != nullptr && IsDirty(instance->state);
   Failure own = failure;
@@ -255,10 +300,11 @@ void UpdateParticipants::Abort(bool quiet, const std::string& reason, const Fail
     if (participant.evicted || participant.informed) continue;
     if (quiet && participant.touching > 0) continue;
     participant.informed = true;
+    if (!participant.prepared) continue;
     Instance& instance = *members_.FindInstance(participant.instance);
     Step(&instance.state, InstanceTrigger::kGiveUp);
     members_.NoteStanding(participant.instance);
-    if (participant.written) instance.reason = reason;
+    if (participant.written && !participant.shadowed) instance.reason = reason;
     SendAborted(participant, reason, failure);
   }
 }
@@ -311,6 +357,7 @@ void UpdateParticipants::CheckInvariants(UpdateState state) const {
   // Whether every rank has answered Ready and the outcome is not decided yet.
   const bool has_data = state == UpdateState::kData || state == UpdateState::kSettling ||
                         state == UpdateState::kVerifying;
+  const bool flips = state == UpdateState::kFlipping;
   for (size_t i = 0; i < all_.size(); ++i) {
     const Participant& participant = all_[i];
     REFITD_CHECK(evicted_[i] == participant.evicted);
@@ -320,13 +367,15 @@ void UpdateParticipants::CheckInvariants(UpdateState state) const {
       const auto of = participant_of_.find(member);
       REFITD_CHECK(of != participant_of_.end() && of->second == i);
     }
-    if (participant.evicted || !has_data) continue;
+    if (participant.evicted || !(has_data || flips)) continue;
     // P1: only ranks that are ready, and attached, are still in.
-    REFITD_CHECK(participant.ready);
+    REFITD_CHECK(participant.ready || (flips && participant.shadowed));
     const Instance* instance = members_.FindInstance(participant.instance);
-    REFITD_CHECK(instance != nullptr && InUpdate(instance->state));
+    REFITD_CHECK(instance != nullptr);
+    REFITD_CHECK(participant.prepared == (flips || !participant.shadowed));
+    REFITD_CHECK(participant.prepared == InUpdate(instance->state));
     // P2: dirty from the first byte on.
-    if (participant.written) REFITD_CHECK(IsDirty(instance->state));
+    if (participant.written && !participant.shadowed) REFITD_CHECK(IsDirty(instance->state));
   }
 }
 

@@ -33,6 +33,8 @@ struct Participant {
   std::vector<MemberId> members;  // by rank
   size_t unready = 0;             // ranks that have not answered Ready
   bool ready = false;             // all its ranks have answered Ready
+  bool shadowed = false;          // the update writes to its backs, while it serves
+  bool prepared = false;          // its ranks were sent Prepare
   bool written = false;           // this update has written to the instance
   bool evicted = false;
   bool informed = false;  // its ranks were sent Aborted
@@ -57,11 +59,22 @@ class UpdateParticipants {
                         std::shared_ptr<const Catalog>* kept);
   // Forgets all instances: the update waits for more, and is assembled anew.
   void Clear();
-  // Sends Prepare to every rank.
+  // Sends Prepare to every rank, except those of shadowed instances.
   void Prepare();
+  // Shadowed instances may be written: every node was sent the update, and their ranks are not
+  // asked.
+  void MarkStageable();
   // The rank has answered Ready. `preparing`: the update waits for that.
   void MarkReady(Member* member, bool preparing);
   bool all_ready() const;
+
+  // ---- flipping ----
+
+  // Whether shadowed instances are still to flip.
+  bool HasToFlip() const;
+  // Sends SendFlip to every rank of the shadowed instances, which are not ready until they have
+  // flipped.
+  void Flip();
   // The participant's first rank that has not answered Ready; nullopt: all ranks have.
   std::optional<MemberId> FirstUnready(uint32_t index) const;
   std::vector<std::string> Unready() const;
@@ -88,6 +101,8 @@ class UpdateParticipants {
   // nullopt: the member is of no instance that is still in the update.
   std::optional<uint32_t> Of(MemberId member) const;
   bool Has(MemberId member) const { return participant_of_.contains(member); }
+  // Whether copies of the update may touch the member's memory.
+  bool Uses(MemberId member) const;
   bool HasInstance(const std::string& instance) const;
   // The instances still in the update.
   std::vector<std::string> Remaining() const;
@@ -130,6 +145,7 @@ class UpdateParticipants {
  private:
   friend struct refitd::GroupForTests;
 
+  void BeginPrepare(Participant* participant);
   void SendAborted(const Participant& participant, const std::string& reason,
                    const Failure& failure);
 

@@ -32,7 +32,7 @@
 
 namespace refitd {
 
-// Copy one part of a bucket on this daemon: into the slot to catch-up, if there is one (packed as
+// Copy one part of a bucket on this daemon: into the slot to fill, if there is one (packed as
 // `content` says), and into every destination of `index` that is not skipped. Destinations are
 // pairs of a member and its layout, in index order.
 struct StartTransfer {
@@ -46,7 +46,7 @@ struct StartTransfer {
   MemberId trainer;
   std::shared_ptr<const PartContent> content;
   std::optional<SlotGrant> source_slot;  // set: the source is this slot, which the trainer leased
-  // The slot to catch-up: for loader engines, or, with a method other than kDirect, to broadcast
+  // The slot to fill: for loader engines, or, with a method other than kDirect, to broadcast
   // through.
   std::optional<SlotGrant> fill_slot;
   std::shared_ptr<const DestinationIndex> index;  // in-place engine ranks of the update
@@ -56,7 +56,8 @@ struct StartTransfer {
   // True: the wire then sends the slot to other daemons, so the executor fills the place of the
   // slot that the wire reads.
   bool wired = false;
-  // With a slot, kAuto leaves the choice to the executor. Without a slot every method is kDirect.
+  // The method to use. kAuto: the executor chooses. Without a slot the part goes by kDirect,
+  // whatever this says.
   BroadcastMethod broadcast = BroadcastMethod::kDirect;
   Verification verification = Verification::kOff;
   // Whether the result must carry digests of the source, by range of `content`.

@@ -86,8 +86,10 @@ void UpdateProgram::RunIfDue(PartSeq last, bool data_plane_up) {
 
 std::vector<std::shared_ptr<const Layout>> UpdateProgram::SourceLayouts() const {
   std::vector<std::shared_ptr<const Layout>> layouts;
-  for (const MemberId source : update_.use->sources)
-    layouts.push_back(members_.Find(source)->layout);
+  for (const MemberId source : update_.use->sources) {
+    const Member* const rank = members_.Find(source);  // null: it was lost after its bytes had gone
+    layouts.push_back(rank == nullptr ? nullptr : rank->layout);
+  }
   return layouts;
 }
 

@@ -61,6 +61,10 @@ struct Update : UpdateRecord, UpdateEnd {
              &coverage, below.log, below.out),
         readback(*this, &participants, below.out) {}
 
+  // Whether the version is complete everywhere, so that neither trainers nor the data plane are
+  // needed any more.
+  bool staged() const { return state == UpdateState::kFlipping; }
+
   UpdateState state = UpdateState::kOpening;
   bool data_plane_up = true;  // between the update's nodes
   // Set: the update installs the group's version in late instances.

@@ -49,7 +49,8 @@ class PartsOnNodes {
   Shares* shares(PartSeq seq) { return &parts_.at(seq).shares; }
   // Adds the nodes that have not ended their shares.
   void AddOwing(std::set<NodeId>* owing) const;
-  // Whether a node that has read back still runs a part that it has not written before.
+  // Whether the node still runs a part that it writes to its destinations. The root of a part that
+  // is sent again does not count: it wrote them before the part was cut.
   bool WritesOn(NodeId node) const;
 
   // Returns whether the part waits for its place on the wire (Issue).

@@ -59,8 +59,8 @@ GroupView Group::View(TimePoint now) const {
     InstanceView& v = view.instances.emplace_back();
     v.name = name;
     v.state = Name(instance.state);
-    v.preparing = instance.state == InstanceState::kCleanPreparing ||
-                  instance.state == InstanceState::kDirtyPreparing;
+    v.preparing = g.update != nullptr && g.update->state == UpdateState::kPreparing &&
+                  g.update->participants.HasInstance(name);
     if (const std::optional<group::HeldVersion> held = g.members.VersionOf(instance);
         held.has_value()) {
       v.version = held->version;

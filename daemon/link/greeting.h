@@ -25,7 +25,8 @@ struct PeerGreeting {
   int64_t message_bytes = 0;      // the largest message that the daemon takes
   uint64_t dial = 0;              // the number of the link among those of its process
   std::string coordinator{};      // this daemon, as the other one's members name it
-  // With spec: the member that brings it, and whether that is a trainer.
+  // Set only with `spec`: the identity of the member that brings the spec, and whether it is a
+  // trainer.
   std::string identity{};
   bool trainer = false;
 };

@@ -10,12 +10,38 @@ namespace {
 
 using peer::FailureOfMessage;
 using peer::MemberOf;
+using peer::MillisOf;
+using peer::MillisToProto;
 using peer::TextOf;
 using peer::TextToProto;
 using peer::VersionOf;
 
 // Each action has two functions: Tell writes it as an event, ActionOf reads it at the member's
 // daemon.
+
+// ---- flip ----
+
+template <typename Event>
+void Put(const SendFlip& v, Event* event) {
+  if constexpr (requires { event->mutable_prepare(); }) {
+    event->mutable_prepare()->set_version(v.version.value());
+    event->mutable_prepare()->set_update_id(v.update.value());
+    event->mutable_prepare()->set_remaining_ms(MillisToProto(v.remaining));
+    event->mutable_prepare()->set_flip(true);
+  } else {
+    REFITD_CHECK(false);  // a trainer has no backs
+  }
+}
+
+absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Prepare& message) {
+  if (!message.flip()) return Invalid("prepare.flip is false: other ranks get it with the update");
+  SendFlip out;
+  out.member = member;
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "prepare.version"));
+  REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(message.remaining_ms(), "prepare.remaining_ms"));
+  out.update = UpdateId(message.update_id());
+  return out;
+}
 
 // ---- committed ----
 
@@ -74,6 +100,7 @@ void Put(const MemberAction& action, v1::PeerAnswer* answer) {
 absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerMemberEvent& message) {
   REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "member_event.member"));
   const v1::EngineEvent& event = message.event();
+  if (event.has_prepare()) return ActionOf(member, event.prepare());
   if (event.has_committed()) return ActionOf(member, event.committed());
   if (event.has_aborted()) return ActionOf(member, event.aborted());
   if (event.has_draining()) return SendDraining{member};

@@ -77,6 +77,7 @@ FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u
 FIELDS(PeerIssue, a, b)
 FIELDS(SendPart, a, b, c, d, e, f)
 FIELDS(SendAborted, a, b, c, d, e)
+FIELDS(SendFlip, a, b, c, d)
 FIELDS(SendDraining, a)
 FIELDS(VerifyUpdate, a, b)
 FIELDS(PlanMember, a, b)
@@ -147,10 +148,10 @@ auto Fields(V& v) {
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
-  auto& [a, b, c, d, digest, content, room] = v;
+  auto& [a, b, c, d, digest, content, room, shadowed] = v;
   (void)digest;
   (void)room;
-  return std::tie(a, b, c, d, content);
+  return std::tie(a, b, c, d, content, shadowed);
 }
 // All fields but those from which the coordinator makes the plan's part.
 template <typename V>

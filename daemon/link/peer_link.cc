@@ -126,8 +126,9 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
 
   void OnReadDone(bool ok) noexcept override {
     if (!ok) {
+      // The stream has ended: OnDone follows with the reason.
       MutexLock lock(&mutex_);
-      LeaveLocked();
+      StopWritingLocked();
       return;
     }
     if (const absl::Status status = Take(); !status.ok()) {
@@ -259,8 +260,8 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
                              ServerIdentity(context_));
   }
 
-  // From now on nothing is written from outside.
-  void LeaveLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  // Drops what waits to be written, and the hold, so that gRPC can call OnDone.
+  void StopWritingLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (ended_) return;
     ended_ = true;
     backlog_.Drop();
@@ -272,7 +273,7 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
   void EndLocked(absl::Status reason) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!reason_.has_value()) reason_ = std::move(reason);
     context_.TryCancel();
-    LeaveLocked();
+    StopWritingLocked();
   }
 
   void Pump() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {

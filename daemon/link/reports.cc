@@ -466,6 +466,8 @@ absl::StatusOr<PeerWireWaits> ReportOf(const v1::PeerWireWaits& message) {
 Layout StructureOf(const Layout& layout) {
   Layout out = layout;
   out.binding_generation = 0;
+  out.backs.clear();
+  out.flips = 0;
   for (Piece& piece : out.pieces) {
     piece.region = RegionId();
     piece.byte_offset = 0;
@@ -517,6 +519,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& rep
     out->set_member(report.member.value());
     out->set_call(report.call.value());
     out->set_content(report.content);
+    out->set_shadowed(report.shadowed);
     chunk.clear_lease();
     *out->mutable_chunk() = std::move(chunk);
   }
@@ -624,7 +627,7 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   const auto kept =
       std::make_shared<const Kept>(Kept{std::move(complete), std::move(assembly.room)});
   return PeerLayout{member, {kept, &kept->layout}, call, std::move(destination),
-                    digest, layout.content()};
+                    digest, layout.content(),      {},   layout.shadowed()};
 }
 
 PeerAttach ReportDecoder::Counted(PeerAttach attach) const {

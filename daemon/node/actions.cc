@@ -40,8 +40,8 @@ std::string_view ReasonOf(GiveUpClass kind, bool stops) {
   return kReasonOther;
 }
 
-// Handles a report that can't be sent. If a call or a member waits for an answer to the report, it
-// gets the refusal that the coordinator would send. Otherwise the link counts as lost.
+// Handles a report that can't be sent. A call or member that waits for an answer to the report gets
+// the refusal that the coordinator would send. If none waits, the link counts as lost.
 void ReportRefused(DaemonState& state, const std::string& name, const PeerLink* link,
                    PeerLink::Refused refused) {
   StateLock lock(&state.mutex, StateLock::Order::kAhead);
@@ -104,6 +104,7 @@ void Count(const DaemonState& state, const GroupRecord& group, const UpdateEnded
   report.prepare = ended.prepare;
   report.data = ended.data;
   report.verify = ended.verify;
+  report.flip = ended.flip;
   report.total = ended.total;
   report.bytes = ended.bytes;
   for (const BroadcastTotals& totals : ended.pushed) {
@@ -151,6 +152,11 @@ struct Performer {
   void operator()(SendCommitted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
     a.incarnation = group->machine->incarnation();
     a.owner = group->machine->owner();
+    MemberRecord* const member = Find(a.member);
+    // Only ranks that have flipped are committed, so that backs have taken the regions' places.
+    if (member != nullptr && member->layout != nullptr && !member->layout->backs.empty()) {
+      ++member->flips;
+    }
     Deliver(a.member, a);
   }
   // The action itself is the news that is sent to the member.

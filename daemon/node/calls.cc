@@ -73,7 +73,7 @@ absl::Status Calls::AdmitOpening(CallId id, MemberId member, int64_t most_of_mem
 
 absl::StatusOr<MemberId> Calls::OpeningOf(CallId id) const {
   const Opening& opening = opening_.at(id);
-  if (opening.gone) return absl::CancelledError("the caller went away");
+  if (opening.caller_left) return absl::CancelledError("the caller went away");
   return opening.member;
 }
 
@@ -83,9 +83,9 @@ absl::Status Calls::EndOpening(CallId id) {
   return wanted;
 }
 
-void Calls::NoteGone(CallId id) {
+void Calls::NoteCallerLeft(CallId id) {
   const auto it = opening_.find(id);
-  if (it != opening_.end()) it->second.gone = true;
+  if (it != opening_.end()) it->second.caller_left = true;
 }
 
 void Calls::CheckInvariants() const {

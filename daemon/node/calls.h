@@ -71,12 +71,12 @@ class Calls {
   // ---- calls that wait for device memory, before their event enters the group ----
   // RESOURCE_EXHAUSTED: `most_of_member` calls of the member wait already, or kMaxOpening of all.
   absl::Status AdmitOpening(CallId id, MemberId member, int64_t most_of_member);
-  // The member whose call waits. CANCELLED: the caller went away.
+  // The member whose call waits. CANCELLED: the caller has left.
   absl::StatusOr<MemberId> OpeningOf(CallId id) const;
-  // The call waits no longer. CANCELLED: the caller went away meanwhile.
+  // Ends the call's wait. CANCELLED: the caller left meanwhile.
   absl::Status EndOpening(CallId id);
-  // The caller went away. Does nothing if the call does not wait for device memory.
-  void NoteGone(CallId id);
+  // Notes that the caller has left, if the call waits for device memory.
+  void NoteCallerLeft(CallId id);
 
   // Aborts the process if an invariant does not hold.
   void CheckInvariants() const;
@@ -84,7 +84,7 @@ class Calls {
  private:
   struct Opening {
     MemberId member;
-    bool gone = false;  // the caller went away
+    bool caller_left = false;
   };
 
   struct Waiting {

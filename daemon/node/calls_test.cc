@@ -110,8 +110,8 @@ TEST_CASE("a caller that goes away while its call waits for device memory is not
   REQUIRE(calls.AdmitOpening(CallId(1), MemberId(5), 2).ok());
   REQUIRE(calls.OpeningOf(CallId(1)).ok());
   CHECK(*calls.OpeningOf(CallId(1)) == MemberId(5));
-  calls.NoteGone(CallId(1));
-  calls.NoteGone(CallId(2));  // does not wait for memory
+  calls.NoteCallerLeft(CallId(1));
+  calls.NoteCallerLeft(CallId(2));  // does not wait for memory
   CHECK(calls.OpeningOf(CallId(1)).status().code() == absl::StatusCode::kCancelled);
   CHECK(calls.EndOpening(CallId(1)).code() == absl::StatusCode::kCancelled);
 }

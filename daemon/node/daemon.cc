@@ -57,7 +57,7 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
 }
 
 // The order of the end: no try to join begins, links report their ends, jobs that use the state
-// end, wires and then the transport report what still runs, and only then the state goes.
+// end, wires and then the transport report what still runs, and only then the state is destroyed.
 Daemon::~Daemon() {
   {
     const StateLock lock(&state_.mutex);

@@ -1,5 +1,5 @@
-// The daemon's heart: constructs the classes that keep groups, members and memory, drains them and
-// ends them. docs/architecture.md (The daemon's state) says what each class keeps.
+// Constructs the classes that keep groups, members and memory, drains them and ends them.
+// docs/architecture.md (The daemon's state) lists what each class keeps.
 //
 //   services (gRPC) --calls--> a class of this folder --events--> GroupMachine (pure)
 //   data plane, links, member streams, replies <--effects-- actions.cc <--actions-- GroupMachine
@@ -75,16 +75,15 @@ class Daemon {
  private:
   friend class DaemonParts;  // for tests of the classes below
 
-  // Deadlines may have moved, or updates ended: wakes whoever waits for that.
+  // Wakes the threads that wait for deadlines, or for ends of updates.
   void Changed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   // The time of the next deadline. It may be far off but is never missing, so that the timer looks
   // again now and then.
   TimePoint NextWake() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-  // Does what is due.
+  // Lets the objects of the state do what is due at `now`.
   void TickDue(StateLock& lock, TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   // Takes the state lock whenever the next deadline has come (P4), until the daemon stops. The
-  // thread sleeps no longer than until the deadline that it found, or that Changed found to be
-  // earlier.
+  // thread sleeps until the deadline that it found, or until an earlier one that Changed found.
   void RunTimer();
   // Ends the links to and from other daemons; their callbacks follow.
   void EndLinks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
@@ -95,9 +94,9 @@ class Daemon {
   TimePoint wakes_ ABSL_GUARDED_BY(kStateLocked) = TimePoint::max();  // until when the timer sleeps
   bool hurrying_ ABSL_GUARDED_BY(kStateLocked) = false;
 
-  // Each class uses some of those before it. The destructor ends what runs, then destroys the data
-  // plane, whose last callbacks find all the others, and then the others from the last to the
-  // first.
+  // Each class uses some of those before it. The destructor ends links, jobs and transfers,
+  // destroys the data plane, whose last callbacks still find all other classes, and then these from
+  // the last to the first.
   PeerClient peer_client_;
   std::unique_ptr<PeerServer> peer_server_;
   std::unique_ptr<MemberAttach> attaches_;

@@ -202,7 +202,7 @@ TEST_CASE("A watcher makes no view of an update for each of 5,000 ranks that get
   const int64_t before = views();
   const UpdateId update = ranks[0].inbox->Last<SendPrepare>()->update;
   for (const Attached& rank : ranks) {
-    a.daemon().calls().Happened(rank.id, ReadyEvent{rank.id, update});
+    a.daemon().calls().HandleEngineEvent(rank.id, ReadyEvent{rank.id, update});
   }
   CHECK(begun);
   // At most one view was made, for the change that the last Ready made.

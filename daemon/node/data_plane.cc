@@ -42,12 +42,18 @@ void DataPlane::StopThreads() {
 
 // ---- members' memory ----
 
-absl::StatusOr<MemorySpan> DataPlane::GroupMemory::Region(MemberId member, RegionId region) const {
+absl::StatusOr<MemorySpan> DataPlane::GroupMemory::Side(MemberId member, RegionId region,
+                                                        bool back) const {
   const MemberRecord* const m = state_.members->Find(member);
   if (m == nullptr) return Error(absl::StatusCode::kInternal, "member {} is gone", member);
-  const auto r = m->regions.find(region);
+  const auto r = m->regions.find(m->Side(region, back));
   if (r != m->regions.end()) return r->second.memory;
   return Error(absl::StatusCode::kNotFound, "region {} of member {} is gone", region, member);
+}
+
+bool DataPlane::GroupMemory::Flipped(MemberId member) const {
+  const MemberRecord* const m = state_.members->Find(member);
+  return m != nullptr && m->flipped();
 }
 
 absl::StatusOr<MemorySpan> DataPlane::GroupMemory::Slot(SlotIndex slot) const {
@@ -85,14 +91,15 @@ bool DataPlane::UsesHostPool(const StartTransfer& start) const {
   return slot && std::any_of(start.readers.begin(), start.readers.end(), on_host);
 }
 
-// A joined daemon erases members at once, so a transfer that was put off may still name one.
-StartTransfer DataPlane::WithoutTheGone(StartTransfer start) const {
-  const auto gone = [this](MemberId id) { return !state_.members->Contains(id); };
+// A joined daemon erases members at once, so a transfer that was put off may still name an erased
+// member.
+StartTransfer DataPlane::WithoutErasedMembers(StartTransfer start) const {
+  const auto erased = [this](MemberId id) { return !state_.members->Contains(id); };
   start.skip_destination.resize(start.destinations.size());
   for (size_t d = 0; d < start.destinations.size(); ++d) {
-    if (gone(start.destinations[d])) start.skip_destination[d] = true;
+    if (erased(start.destinations[d])) start.skip_destination[d] = true;
   }
-  std::erase_if(start.readers, gone);
+  std::erase_if(start.readers, erased);
   return start;
 }
 
@@ -102,7 +109,7 @@ void DataPlane::Start(GroupRecord* group, StartTransfer start, StateLock& lock) 
     return state_.pools->Make(
         *group, [this, start = std::move(start)](GroupRecord* found, const absl::Status& made,
                                                  StateLock& then) {
-          Start(found, WithoutTheGone(start), made, then);
+          Start(found, WithoutErasedMembers(start), made, then);
         });
   }
   Start(group, start, absl::OkStatus(), lock);

@@ -79,19 +79,19 @@ class DataPlane {
   absl::Status Digest(const GroupRecord& group, MemberId member,
                       const std::shared_ptr<const Layout>& layout,
                       std::function<void(absl::StatusOr<uint64_t>)> done);
-  // The update ended: drops its digests.
+  // Drops the digests of an update that has ended.
   void Forget(UpdateId update) { executor_.Forget(update); }
 
   // ---- what else happens to groups and members ----
   // Drops what was prepared with the member's memory (P8).
   void Release(MemberId member) { executor_.Release(member); }
-  // Reports communicators over GPU memory whose slots are gone as lost (P8). Followers report
+  // Reports as lost the communicators over GPU memory whose slots were freed (P8). Followers report
   // nothing.
   void GiveUpCommunicators(const GroupRecord& group, StateLock& lock);
-  // The group's record is gone: closes its communicators.
+  // Closes the communicators of a group whose record was removed.
   void CloseAll(uint64_t group_id);
-  // Runs the job behind local moves that are being bound ahead and may hold a region. Called
-  // without the mutex.
+  // Runs the job after the local moves that are being bound ahead now, which may hold a region.
+  // Called without the mutex.
   void AfterBinding(std::function<void()> job) { local_binder_.SubmitBehindAll(std::move(job)); }
 
   // The memory of one group's members, for the executor. An object lives for one call and is used
@@ -99,13 +99,21 @@ class DataPlane {
   class GroupMemory : public MemoryResolver {
    public:
     GroupMemory(const State& state, const GroupRecord& group) : state_(state), group_(group) {}
-    absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override;
+    absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
+      return Side(member, region, /*back=*/false);
+    }
+    absl::StatusOr<MemorySpan> Destination(MemberId member, RegionId region) const override {
+      return Side(member, region, /*back=*/true);
+    }
+    bool Flipped(MemberId member) const override;
     absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override;
     absl::StatusOr<MemorySpan> SlotOf(MemberId member, SlotIndex slot) const override;
     std::string LabelOf(MemberId member) const override;
     std::optional<int> DeviceOf(MemberId member) const override;
 
    private:
+    absl::StatusOr<MemorySpan> Side(MemberId member, RegionId region, bool back) const;
+
     const State& state_;
     const GroupRecord& group_;
   };
@@ -121,7 +129,7 @@ class DataPlane {
   const Asked& asked() const { return asked_; }
   // nullopt: the communicator is not open here.
   std::optional<WireStats> StatsOf(const GroupRecord& group, CommunicatorId communicator) const;
-  // Communicators over GPU memory, by group and then by id.
+  // A communicator over GPU memory. They are ordered by group and then by id.
   struct DeviceCommunicator {
     std::string group;
     CommunicatorId id;       // the machine's
@@ -159,7 +167,7 @@ class DataPlane {
 
   // ---- transfers ----
   bool UsesHostPool(const StartTransfer& start) const;
-  StartTransfer WithoutTheGone(StartTransfer start) const;
+  StartTransfer WithoutErasedMembers(StartTransfer start) const;
   // `status`: whether the slots that the transfer waited for could be made.
   void Start(GroupRecord* group, const StartTransfer& start, absl::Status status, StateLock& lock);
   void EndTransfer(const std::string& group, const Executor::Done& done);
@@ -189,7 +197,7 @@ class DataPlane {
   absl::StatusOr<Communicator> ReadyCommunicator(GroupRecord* group, CommunicatorId communicator);
   absl::StatusOr<WireExchange> ExchangeOf(const GroupRecord& group, const StartExchange& a,
                                           int64_t* received) const;
-  // The end of an operation.
+  // The function that a wire calls at the end of an operation.
   std::function<void(absl::Status)> WireDoneOf(const GroupRecord& group,
                                                CommunicatorId communicator, WireSeq seq,
                                                MoveKind kind, int64_t bytes);

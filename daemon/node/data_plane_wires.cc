@@ -10,8 +10,8 @@ namespace refitd {
 
 namespace {
 
-// Whether the wire that gave the address of this daemon's end takes and makes connections under TLS
-// alone.
+// Whether the wire with this address at this daemon's end takes and makes connections under TLS
+// only.
 bool IsEncrypted(const std::string& address) {
   const absl::StatusOr<AddressSecurity> security = SecurityOfAddress(address);
   return security.ok() && security->encrypted;
@@ -91,7 +91,7 @@ void DataPlane::Open(GroupRecord* group, const OpenCommunicator& a, StateLock& l
   lock.Post(group->name(), std::move(opened));
 }
 
-// NCCL takes long, the first time most of all, so it is not called under the mutex.
+// NCCL calls take long, the first most of all, so none is made under the mutex.
 void DataPlane::OpenOnDevice(const GroupRecord& group, const OpenCommunicator& a,
                              CommunicatorId local) {
   const std::string name = group.name();
@@ -183,8 +183,8 @@ absl::StatusOr<DataPlane::Communicator> DataPlane::ReadyCommunicator(GroupRecord
   REFITD_RETURN_IF_ERROR(state_.pools->Ensure(*group));
   const Communicator* const local = Find(*group, communicator);
   if (local == nullptr) return absl::CancelledError("the communicator is closed");
-  // Members left and others came, so slots lie elsewhere now; only the next communicator reaches
-  // those.
+  // Members left and others came, so slots lie elsewhere now, where only the next communicator
+  // reaches them.
   if (!ReachesSlots(*local, *group))
     return absl::CancelledError("the communicator is of other memory");
   return *local;
@@ -200,6 +200,8 @@ std::function<void(absl::Status)> DataPlane::WireDoneOf(const GroupRecord& group
   };
 }
 
+// Sends the root's slot to the other ranks: by a broadcast if all ranks of the communicator take
+// part, else by an exchange.
 void DataPlane::Start(GroupRecord* group, const StartWire& a, StateLock& lock) {
   absl::StatusOr<Communicator> local = ReadyCommunicator(group, a.communicator);
   const GroupSpec& spec = group->machine->spec();

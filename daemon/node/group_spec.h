@@ -19,17 +19,17 @@ struct SpecLimits {
   int64_t max_pool_bytes = int64_t{16} << 30;
 };
 
-// The spec that the wanted spec becomes. `slots` and `slot_bytes` of 0 are left to the daemon.
+// Returns the wanted spec with the daemon's defaults in place of 0 for `slots` and `slot_bytes`.
 // INVALID_ARGUMENT, naming field and value: a number is out of its range, or a name is no name.
 absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wanted, const SpecLimits& limits);
 
-// OK: the wanted spec is `known`, where fields left to a default match any value.
-// FAILED_PRECONDITION: the wanted spec is another one.
+// OK: the wanted spec equals `known`; a field left to its default equals any value.
+// FAILED_PRECONDITION: they differ.
 absl::Status CheckSameSpec(const std::string& group, GroupSpec wanted, const GroupSpec& known,
                            const SpecLimits& limits);
 
-// OK: the spec is `has`, but for the trainer ranks, which the group compares when trainers attach.
-// FAILED_PRECONDITION: the status names what both say.
+// OK: the spec equals `has`, except for trainer ranks, which the group compares when trainers
+// attach. FAILED_PRECONDITION, naming both values: they differ.
 absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, const GroupSpec& spec);
 
 // OK: the daemon may move the group's bytes to other daemons. FAILED_PRECONDITION, naming group and
@@ -38,7 +38,8 @@ absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, cons
 absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
                              const std::string& daemon, const std::string& clear);
 
-// Sizes that a coordinator tells a daemon that joins are bounded as an operator's are (P10).
+// Checks a spec that a coordinator sends to a daemon that joins: its sizes have the same limits as
+// in an operator's spec (P10).
 absl::Status CheckGivenSpec(const GroupSpec& given, const SpecLimits& limits);
 
 }  // namespace refitd

@@ -2,11 +2,11 @@
 // it. This class makes and drops them, makes room for new ones, and knows when each is due.
 //
 // Invariants
-//  1. A group's name and number name one record; numbers are never used again, so that what comes
-//     late for a group that is gone can be distinguished.
+//  1. A group's name and number name one record; numbers are never used again, so that an event
+//     that comes late for a removed group is recognised.
 //  2. A record has one machine: the daemon coordinates the group or follows another daemon.
 //  3. At most Limits::groups groups exist, and their pools together fit into Limits::pool_bytes;
-//     whoever adds a group has asked RoomFor (P10).
+//     whoever adds a group has called RoomFor (P10).
 //  4. A group that has been empty for Limits::idle is dropped (P8), never while an update runs.
 //
 // The class is part of the daemon's state and is used under the state lock (state_lock.h).
@@ -74,15 +74,15 @@ struct GroupRecord {
     std::string request_id;
   };
   Opener opener;
-  // Where the memory of this daemon's engines lies, for buckets; made anew when they or their
-  // layouts change.
+  // Where the memory of this daemon's engines lies: PushBucket checks against it where a bucket's
+  // bytes lie. Made anew when engines come or go, or when their layouts change.
   struct EnginePlaces {
-    std::vector<std::pair<MemberId, std::shared_ptr<const Layout>>> engines;
+    std::vector<std::tuple<MemberId, std::shared_ptr<const Layout>, bool>> engines;  // and flipped
     std::shared_ptr<const DestinationPlaces> places;
   };
   EnginePlaces engine_places;
-  // The name by which this daemon's members call their coordinator, and under which this daemon
-  // reached itself; empty: they name this daemon directly.
+  // The name that this daemon's members give for their coordinator, and that led this daemon to
+  // itself; empty: they name this daemon directly.
   std::string named;
   // The last CreateGroup(replace) with a request id, and the incarnation it made (P3).
   std::string replace_request;
@@ -102,8 +102,8 @@ class Groups {
     int64_t pool_bytes = int64_t{16} << 30;  // staging slots of all groups, in one place
     Duration idle = std::chrono::minutes(10);
   };
-  // `sessions` and `pending` must outlive the groups, which ask them whether anybody waits for a
-  // group: such a group is not empty.
+  // `sessions` and `pending` must outlive the groups. A group for which somebody in them waits is
+  // not empty.
   Groups(const Limits& limits, const PeerSessions* sessions, const PendingAttaches* pending)
       : limits_(limits), sessions_(sessions), pending_(pending) {}
 
@@ -114,7 +114,7 @@ class Groups {
   // The group of a member, which exists as long as a member of it has a record.
   GroupRecord* Of(const MemberRecord& member);
   const GroupRecord* Of(const MemberRecord& member) const;
-  // Null: that group is gone, though another of its name may be there.
+  // Null: that group was removed; another group may have its name.
   GroupRecord* Find(const std::string& name, uint64_t id);
   const std::map<std::string, std::unique_ptr<GroupRecord>>& all() const { return groups_; }
   std::vector<std::string> names() const;
@@ -133,7 +133,7 @@ class Groups {
   // result is destroyed, which must not happen under the mutex. The group must exist.
   std::unique_ptr<GroupRecord> Remove(const std::string& name);
 
-  // Names the empty groups that must be dropped so that the group `name` may exist with a pool of
+  // Returns the empty groups that must be dropped so that the group `name` may exist with a pool of
   // `spec` beside the others; those that have been empty for longest come first. `spec` null: the
   // pool's size is not known yet. RESOURCE_EXHAUSTED: dropping all empty groups would not make
   // room.
@@ -145,8 +145,8 @@ class Groups {
   bool Empty(const GroupRecord& group) const;
   // Called after every event of a coordinator. True: the group became empty with this event.
   bool NoteEmpty(GroupRecord* group, TimePoint now);
-  // Groups that have been empty for Limits::idle. A group to which a member is about to come starts
-  // anew.
+  // Groups that have been empty for Limits::idle. For a group that a member is about to enter, the
+  // time starts again.
   std::vector<std::string> Expired(TimePoint now);
 
   // ---- time ----

@@ -82,10 +82,10 @@ absl::Status AdmitMember(const DaemonState& state, const Peer& peer) {
   return CheckQuota("members", limit, members, 1, identity);
 }
 
-absl::Status AdmitRegionOf(const DaemonState& state, const MemberRecord& of) {
+absl::Status AdmitRegionOf(const DaemonState& state, const MemberRecord& owner) {
   const int64_t limit = state.options.per_identity.regions;
   if (limit == 0) return absl::OkStatus();
-  const std::string identity = IdentityOf(of.peer);
+  const std::string identity = IdentityOf(owner.peer);
   int64_t regions = 0;
   for (const auto& [id, member] : state.members.all()) {
     if (Is(member, identity)) regions += static_cast<int64_t>(member.regions.size());

@@ -1,10 +1,10 @@
 // Accounts of the identities at this daemon: which groups an identity may make, its share of the
-// daemon's limits, and the audit log's lines about its actions. (daemon/policy says what an
-// identity may do; the services' door asks there.)
+// daemon's limits, and the audit log's lines about its actions. (What an identity
+// may do is decided in daemon/policy, for the services' authorizer.)
 //
-// P9: the door asks for a group's owner before a trainer attaches, and the group's machine, which
-// keeps the owner (daemon/group/ownership.h), asks again when the trainer enters, so that of two
-// trainers that come at once only one becomes the owner.
+// P9: the authorizer asks for a group's owner before a trainer attaches, and the group's machine,
+// which keeps the owner (daemon/group/ownership.h), asks again when the trainer enters, so that of
+// two trainers that come at once only one becomes the owner.
 #ifndef REFITD_DAEMON_NODE_IDENTITIES_H_
 #define REFITD_DAEMON_NODE_IDENTITIES_H_
 
@@ -21,7 +21,8 @@
 
 namespace refitd {
 
-// Whether the identity may make the group: a rule that names the group's owner lets nobody else.
+// Whether the identity may make the group: a rule that names the group's owner lets nobody else
+// make it.
 bool MayMakeGroup(const DaemonState& state, const std::string& group, const std::string& identity);
 
 // ---- limits of each identity ----
@@ -34,7 +35,7 @@ absl::Status AdmitGroup(const DaemonState& state, const std::string& creator, in
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 absl::Status AdmitMember(const DaemonState& state, const Peer& peer)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-absl::Status AdmitRegionOf(const DaemonState& state, const MemberRecord& of)
+absl::Status AdmitRegionOf(const DaemonState& state, const MemberRecord& owner)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // Also remembers who begins the update.
 absl::Status AdmitUpdate(DaemonState& state, const MemberRecord& trainer,

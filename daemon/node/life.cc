@@ -32,7 +32,7 @@ absl::Status NoGroup(const std::string& name) {
   return Error(absl::StatusCode::kNotFound, "group '{}' does not exist", name);
 }
 
-absl::Status Followed(const GroupRecord& group) {
+absl::Status NotCoordinatedHere(const GroupRecord& group) {
   return Error(absl::StatusCode::kFailedPrecondition,
                "group '{}' is coordinated by {}: name it as coordinator", group.name(),
                group.join.address);
@@ -49,7 +49,7 @@ absl::StatusOr<GroupRecord*> MakeGroup(DaemonState& state, const std::string& na
                  spec.trainer_ranks);
   }
   if (GroupRecord* found = state.groups.Find(name); found != nullptr) {
-    if (found->follower != nullptr) return Followed(*found);
+    if (found->follower != nullptr) return NotCoordinatedHere(*found);
     REFITD_RETURN_IF_ERROR(CheckEqualSpec(name, found->machine->spec(), spec));
     return found;
   }
@@ -164,8 +164,8 @@ namespace {
 
 constexpr char kDied[] = "its process died";
 
-// The process of an admitted member has ended.
-void Died(DaemonState& state, MemberId member) {
+// Loses an admitted member whose process has ended.
+void LoseDead(DaemonState& state, MemberId member) {
   StateLock lock(&state.mutex, StateLock::Order::kAhead);
   MemberRecord* const found = state.members.Find(member);
   if (found != nullptr) LoseMember(state, found, kDied, LeaseEnded(kDied), lock);
@@ -182,7 +182,7 @@ void Admit(DaemonState& state, MemberRecord record, GroupEvent attached, StateLo
   // P8: if a killed process has a forked child that keeps the socket, no end of stream comes.
   if (m.peer.credentials.has_value() && m.peer.credentials->pid != 0) {
     absl::StatusOr<WatchHandle> watch =
-        state.processes.Watch(*m.peer.credentials, [&state, member] { Died(state, member); });
+        state.processes.Watch(*m.peer.credentials, [&state, member] { LoseDead(state, member); });
     if (watch.ok()) {
       m.watch = *watch;
     } else {
@@ -193,7 +193,7 @@ void Admit(DaemonState& state, MemberRecord record, GroupEvent attached, StateLo
   lock.Handle(m.group, std::move(attached));
 }
 
-// Called when a member on that GPU has gone.
+// Called when a member on that GPU has left.
 void DropUnused(DaemonState& state, GroupRecord* group, int ordinal, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
   state.pools.DropUnused(*group, ordinal);
@@ -203,7 +203,7 @@ void DropUnused(DaemonState& state, GroupRecord* group, int ordinal, StateLock& 
 void EndPooling(DaemonState& state, MemberId member, absl::Status made) {
   StateLock lock(&state.mutex);
   std::optional<PendingAttaches::OfSlots> taken = state.pending.TakeOfSlots(member);
-  if (!taken.has_value()) return;  // the rank went away, or the daemon drains
+  if (!taken.has_value()) return;  // the rank left, or the daemon drains
   PendingAttaches::OfSlots waited = *std::move(taken);
   GroupRecord* group = state.groups.Find(waited.record.group);
   if (made.ok() && group == nullptr) made = NoGroup(waited.record.group);
@@ -251,7 +251,7 @@ void EnterGroup(DaemonState& state, MemberRecord record, GroupRecord* group, Gro
     return record.End(std::move(devices));
   }
   if (record.reads_slots && record.ordinal.has_value() && group->follower != nullptr) {
-    // The coordinator tells how many slots are needed, and how large. The link may not be up yet.
+    // The coordinator sends how many slots are needed, and how large. The link may not be up yet.
     std::get<EngineAttached>(attached).awaits_slots = true;
     return Admit(state, std::move(record), std::move(attached), lock);
   }
@@ -354,11 +354,11 @@ void LoseMember(DaemonState& state, MemberRecord* member, const std::string& rea
   lock.Handle(group, MemberLost{id, reason});
 }
 
-void LoseMembers(DaemonState& state, const std::function<bool(const MemberRecord&)>& such,
+void LoseMembers(DaemonState& state, const std::function<bool(const MemberRecord&)>& wanted,
                  const absl::Status& end, StateLock& lock) {
   std::vector<MemberId> ids;
   for (const auto& [id, member] : state.members.all()) {
-    if (such(member)) ids.push_back(id);
+    if (wanted(member)) ids.push_back(id);
   }
   for (const MemberId id : ids) {
     MemberRecord* const member = state.members.Find(id);

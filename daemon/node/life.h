@@ -2,7 +2,7 @@
 //
 // A group is made, found by an equal spec, makes room for others, and is dropped with all that
 // belongs to it (P8). A member enters its group, with slots on its GPU where it needs them; has a
-// session; is lost; and its record goes with its last copy.
+// session; is lost; and its record is erased after its last copy.
 //
 // P6: a member's mappings are dropped only on ReleaseMember, and every copy holds its own
 // reference. P8: a lost member's token dies at once. P9: a token is bound to the credentials that
@@ -33,9 +33,9 @@ uint64_t NewIncarnation();
 // NOT_FOUND: there is no group of that name.
 absl::Status NoGroup(const std::string& name);
 // FAILED_PRECONDITION: the call is for the daemon that coordinates the group.
-absl::Status Followed(const GroupRecord& group);
+absl::Status NotCoordinatedHere(const GroupRecord& group);
 
-// The group of this spec, found or made. `trainers`: the world size of the trainer rank that asks
+// Finds or makes the group of this spec. `trainers`: the world size of the trainer rank that asks
 // for the group. If that rank could not join, no group is made. `creator`: the identity that asks;
 // empty: another daemon, which has no limits of its own.
 absl::StatusOr<GroupRecord*> MakeGroup(DaemonState& state, const std::string& name,
@@ -57,7 +57,7 @@ void DropGroup(DaemonState& state, const std::string& name, std::string_view why
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 void DropExpiredGroups(DaemonState& state, TimePoint now, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-// This daemon has left the group, which another daemon coordinates.
+// Removes the record of a group that another daemon coordinates and this daemon has left.
 void DropFollower(DaemonState& state, const std::string& name, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
@@ -70,14 +70,14 @@ absl::Status LeaseEnded(const std::string& reason);
 // it.
 void EnterGroup(DaemonState& state, MemberRecord record, GroupRecord* group, GroupEvent attached,
                 StateLock& lock) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-// Lets a member enter that was taken out of the pending attaches, if the group exists and has the
-// spec that the member brought; or refuses it.
+// Takes a member that has left the pending attaches: lets it enter, if the group exists and has the
+// spec that the member brought; else refuses it.
 void EnterWaiting(DaemonState& state, PendingAttaches::OfGroup waited, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // Makes slots for a rank whose group another daemon coordinates. The event SlotsMade is the answer.
 void MakeSlotsFor(DaemonState& state, MemberId member, const GroupRecord& group)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-// The group's machine has taken the member in: the member gets its token.
+// Sends the member its token, once the group's machine has taken the member in.
 void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
@@ -89,8 +89,8 @@ absl::StatusOr<MemberRecord*> Authenticate(DaemonState& state, const Caller& cal
 // until its copies ended.
 void LoseMember(DaemonState& state, MemberRecord* member, const std::string& reason,
                 absl::Status end, StateLock& lock) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-// Ends the leases of the members for which `such` holds, with that status.
-void LoseMembers(DaemonState& state, const std::function<bool(const MemberRecord&)>& such,
+// Ends the leases of the members for which `wanted` holds, with that status.
+void LoseMembers(DaemonState& state, const std::function<bool(const MemberRecord&)>& wanted,
                  const absl::Status& end, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // Removes the record of a member whose last copy has ended.

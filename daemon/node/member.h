@@ -26,7 +26,8 @@ namespace refitd {
 struct Peer {
   std::optional<PeerCredentials> credentials;
   std::string identity{};  // of the certificate; empty: no TLS
-  // Whether it may be a trainer of the group that it named though another identity owns the group.
+  // Whether the process may be a trainer of the group that it named although another identity owns
+  // that group.
   bool any_owner = false;
 };
 
@@ -75,6 +76,8 @@ struct MemberRecord {
   std::shared_ptr<MemberSink> sink;  // null: the stream has ended
   std::map<RegionId, RegionRecord> regions;
   std::shared_ptr<const Layout> layout;
+  // Engines: how often commits have exchanged regions and backs, in this lease.
+  uint64_t flips = 0;
   uint64_t incarnation = 0;  // the group's when the member attached
   WatchHandle watch;
 
@@ -82,6 +85,17 @@ struct MemberRecord {
     int64_t bytes = 0;
     for (const auto& [id, region] : regions) bytes += region.memory.bytes;
     return bytes;
+  }
+  // Whether regions and backs have changed places since the layout was registered.
+  bool flipped() const { return layout != nullptr && (flips - layout->flips) % 2 == 1; }
+  // The region that the member reads in place of `region` (with `back`: that is written in its
+  // place), as flips have left them.
+  RegionId Side(RegionId region, bool back) const {
+    if (layout == nullptr || back == flipped()) return region;
+    for (const RegionBack& pair : layout->backs) {
+      if (pair.region == region) return pair.back;
+    }
+    return region;
   }
   // Ends the member's stream, unless it has ended already.
   void End(absl::Status status) {

@@ -157,7 +157,7 @@ absl::StatusOr<GroupRecord*> MemberAttach::GroupFor(const Arrival& arrival,
     const auto trainers = trainer == nullptr ? std::nullopt : std::optional(trainer->world_size);
     return MakeGroup(state_, record.group, *arrival.spec, trainers, identity, created, lock);
   }
-  if (group != nullptr && group->follower != nullptr) return Followed(*group);
+  if (group != nullptr && group->follower != nullptr) return NotCoordinatedHere(*group);
   return group;
 }
 

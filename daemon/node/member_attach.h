@@ -21,7 +21,8 @@
 
 namespace refitd {
 
-// A member that has said hello. The hello is checked, except what depends on this daemon's state.
+// A member whose hello has come. The hello is checked, except for what depends on this daemon's
+// state.
 struct Arrival {
   MemberRecord record;  // without its id, its GPU and its stream
   std::variant<TrainerIdentity, EngineIdentity> identity;

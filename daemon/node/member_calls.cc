@@ -52,7 +52,7 @@ MemoryOrigin OriginOf(const MemberRecord& trainer, const CheckedBucket& bucket, 
   return origin;
 }
 
-// Whether the bucket's bytes lie in memory of which an engine has other bytes (P11).
+// Not OK: bytes of the bucket lie in memory where an engine has other bytes (P11).
 absl::Status CheckPlaces(const MemberRecord& trainer, const CheckedBucket& bucket,
                          const DestinationPlaces& places) {
   for (size_t t = 0; t < bucket.tensors.size(); ++t) {
@@ -73,17 +73,19 @@ absl::Status CheckPlaces(const MemberRecord& trainer, const CheckedBucket& bucke
 // The memory of the group's engines at this daemon. Valid until the next call.
 const DestinationPlaces& PlacesOfEngines(DaemonState& state, GroupRecord* group)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
-  std::vector<std::pair<MemberId, std::shared_ptr<const Layout>>> engines;
+  decltype(group->engine_places.engines) engines;
   for (const auto& [id, member] : state.members.all()) {
     if (member.engine && member.layout != nullptr && member.group == group->name()) {
-      engines.emplace_back(id, member.layout);
+      engines.emplace_back(id, member.layout, member.flipped());
     }
   }
   GroupRecord::EnginePlaces& kept = group->engine_places;
   if (kept.places != nullptr && kept.engines == engines) return *kept.places;
   const DataPlane::GroupMemory memory = state.data_plane->MemoryOf(*group);
   std::vector<PlacedLayout> placed;
-  for (const auto& [id, layout] : engines) placed.push_back(PlaceOf(id, layout, true, memory));
+  for (const auto& [id, layout, flipped] : engines) {
+    placed.push_back(PlaceOf(id, layout, true, memory));
+  }
   kept = {std::move(engines), std::make_shared<const DestinationPlaces>(std::move(placed))};
   return *kept.places;
 }
@@ -222,7 +224,7 @@ void MemberCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<R
         REFITD_RETURN_IF_ERROR(placed);
         const CheckedBucket& bucket = *push->received.bucket;
         if (!HasRegions(member.regions, bucket)) {
-          // A region was released meanwhile: the error is as if the region had never been there.
+          // A region was released meanwhile: the error is that of a region that never existed.
           std::erase_if(regions, [&](const auto& r) { return !member.regions.contains(r.first); });
           return PlacesOf(push->received, limits, region_bytes, device).status();
         }
@@ -244,7 +246,7 @@ void MemberCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<R
       StateLock::Order::kPush);
 }
 
-void MemberCalls::Happened(MemberId member, GroupEvent event) {
+void MemberCalls::HandleEngineEvent(MemberId member, GroupEvent event) {
   StateLock lock(&state_.mutex, StateLock::Order::kAhead);
   const MemberRecord* const found = state_.members.Find(member);
   if (found != nullptr && !found->lost) lock.Handle(found->group, std::move(event));
@@ -252,7 +254,7 @@ void MemberCalls::Happened(MemberId member, GroupEvent event) {
 
 void MemberCalls::CallGone(CallId call) {
   StateLock lock(&state_.mutex);
-  state_.calls.NoteGone(call);
+  state_.calls.NoteCallerLeft(call);
   if (const std::string* group = state_.calls.GroupOf(call); group != nullptr) {
     lock.Handle(*group, refitd::CallGone{call});
   }

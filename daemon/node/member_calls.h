@@ -53,18 +53,18 @@ class MemberCalls {
              uint64_t binding_generation, ReplyFunction reply);
   void PushBucket(CallId call, const Caller& caller, absl::StatusOr<ReceivedPush> push,
                   ReplyFunction reply);
-  // Called when the caller went away.
+  // Called when the caller has left.
   void CallGone(CallId call);
-  // An engine rank reports that something has happened (ReadyEvent, AckEvent, EngineFailed).
-  // Nothing happens if the member is lost.
-  void Happened(MemberId member, GroupEvent event);
+  // Takes an engine rank's report (ReadyEvent, AckEvent, EngineFailed). Does nothing if the member
+  // is lost.
+  void HandleEngineEvent(MemberId member, GroupEvent event);
 
   // ---- layouts ----
   // OK: the lease is that of a rank of that role. Called to refuse a stream before its chunks are
   // collected.
   absl::Status CheckLease(const Caller& caller, bool engine);
-  // Counts what the caller's layout takes while it is collected: to be grown as it grows, which
-  // limits.held_bytes bounds.
+  // Returns a hold that counts the bytes of the caller's layout, within limits.held_bytes. The
+  // caller grows the hold as chunks of the layout come.
   ByteLedger::Hold HoldFor(const Caller& caller) const {
     return state_.held.Empty(IdentityOf(caller.peer));
   }
@@ -96,7 +96,7 @@ class MemberCalls {
   void Hand(CallId call, const Caller& caller, ReplyFunction reply, const EventFunction& event,
             StateLock::Order order = StateLock::Order::kAny);
 
-  // ---- calls that wait for device memory (trainer_calls_device.cc) ----
+  // ---- calls that wait for device memory (member_calls_device.cc) ----
   void LeaseSlot(CallId call, const Caller& caller, LeaseSlotEvent event, ReplyFunction reply);
   void LeaseOpened(CallId call, const Caller& caller, LeaseSlotEvent event, ReplyFunction reply);
 

@@ -19,8 +19,8 @@ absl::Status AdmitOpening(DaemonState& state, CallId call, MemberId member)
   return state.calls.AdmitOpening(call, member, state.options.group.outstanding_buckets);
 }
 
-// Whether the call is still wanted. This is checked right before the driver is kept busy, since the
-// call may have waited long in line.
+// OK: the caller still waits. Checked right before the driver is kept busy, since the call may have
+// waited long in line.
 absl::Status OpeningWanted(DaemonState& state, CallId call) {
   const StateLock lock(&state.mutex);
   REFITD_ASSIGN_OR_RETURN(const MemberId id, state.calls.OpeningOf(call));
@@ -76,14 +76,13 @@ bool CouldGain(DaemonState& state, const MemberRecord& trainer)
   return devices.size() > 1 && instances.size() > 1;
 }
 
-// Runs on the thread for regions. Not OK: the call is not wanted any more, or a pool could not be
-// made.
+// Runs on the thread for regions. Not OK: the caller has left, or a pool could not be made.
 absl::Status MakePools(DaemonState& state, CallId call,
                        const std::vector<StagingPools::Missing>& missing) {
   for (const StagingPools::Missing& slots : missing) {
     REFITD_RETURN_IF_ERROR(OpeningWanted(state, call));
     const absl::Status made = state.pools.MakeNow(slots);
-    // Cancelled: the member that needed the pool has gone.
+    // Cancelled: the member that needed the pool has left.
     if (!made.ok() && !absl::IsCancelled(made)) return made;
   }
   return absl::OkStatus();

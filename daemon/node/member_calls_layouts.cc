@@ -15,7 +15,7 @@
 namespace refitd {
 namespace {
 
-// The layout, whose bytes are counted while somebody refers to it.
+// The layout, whose bytes count as long as anybody refers to it.
 std::shared_ptr<const Layout> Counted(Layout layout, ByteLedger::Hold hold) {
   struct Both {
     Layout layout;
@@ -41,13 +41,15 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
   struct Region {
     int64_t bytes = 0;
     Access access = Access::kReadOnly;
+    bool on_device = false;
   };
   std::map<RegionId, Region> regions;
   {
     const StateLock lock(&state_.mutex);
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(state_, caller, engine));
     for (const auto& [id, region] : member->regions) {
-      regions.emplace_hint(regions.end(), id, Region{region.memory.bytes, region.access});
+      regions.emplace_hint(regions.end(), id,
+                           Region{region.memory.bytes, region.access, region.on_device});
     }
   }
   const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
@@ -59,8 +61,13 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
                         "layout.tied_tensors has {} entries: only engines have tied tensors",
                         layout.ties.size());
   }
+  if (!engine && !layout.backs.empty()) {
+    return InvalidField("layout.backs", "layout.backs has {} entries: only engines have backs",
+                        layout.backs.size());
+  }
   if (engine) TieSharedTensors(&layout);
   REFITD_RETURN_IF_ERROR(ValidateLayout(layout, region_bytes, /*destination=*/engine));
+  REFITD_RETURN_IF_ERROR(ValidateBacks(layout, region_bytes));
   if (!engine) return Counted(std::move(layout), std::move(hold));
   if (!layout.pushed_tensors.empty()) {
     return InvalidField("layout.pushed_tensors",
@@ -75,6 +82,12 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
                           piece.region, layout.tensors[piece.tensor].name);
     }
   }
+  for (const RegionBack& pair : layout.backs) {
+    const bool writable = regions.at(pair.back).access == Access::kReadWrite;
+    if (writable && regions.at(pair.back).on_device == regions.at(pair.region).on_device) continue;
+    return InvalidField("layout.backs", "layout.backs: region {} can't be the back of region {}",
+                        pair.back, pair.region);
+  }
   return Counted(std::move(layout), std::move(hold));
 }
 
@@ -86,6 +99,15 @@ absl::StatusOr<const MemberRecord*> MemberCalls::AdmitLayout(const Caller& calle
     if (!member->regions.contains(piece.region)) {
       return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", piece.region);
     }
+  }
+  for (const RegionBack& pair : layout.backs) {
+    if (member->regions.contains(pair.back) && member->regions.contains(pair.region)) continue;
+    return Error(absl::StatusCode::kNotFound, "region {} was released meanwhile", pair.back);
+  }
+  if (!layout.backs.empty() && layout.flips != member->flips) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "layout.flips: {}, but commits have exchanged regions and backs {} times",
+                 layout.flips, member->flips);
   }
   // The greatest generation of the registered layout and of those still under way.
   std::optional<uint64_t> greatest;
@@ -122,7 +144,8 @@ void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine,
   HandLayout({call, caller, engine, *std::move(checked), std::move(reply)}, std::nullopt);
 }
 
-// Gives the layout to the group; of a rank that claims a version, once its memory was read.
+// Gives the layout to the group. If the rank claims a version, its memory was read before:
+// `content`.
 void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   const RegisteredLayout registered{
       r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()), r.layout->Bytes()};
@@ -147,8 +170,8 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
                       reply(answer);
                     },
                     nullptr, Calls::PendingLayout{id, r.layout}});
-  lock.Handle(group,
-              LayoutRegistered{id, r.layout, r.call, registered.digest, content.value_or(0)});
+  lock.Handle(group, LayoutRegistered{id, r.layout, r.call, registered.digest, content.value_or(0),
+                                      !r.layout->backs.empty()});
 }
 
 absl::Status MemberCalls::ReadContent(const MemberRecord& member, const Registering& r) {

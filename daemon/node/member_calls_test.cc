@@ -175,8 +175,8 @@ TEST_CASE("a region stays while a bucket in it is not answered (P6)") {
   CHECK_FALSE(pushed[2].came());
   const auto release = [&] { return parts.memory().ReleaseRegion(trainer.token(), {}, region); };
   CHECK_THAT(Message(release()), Contains("is the source of an unanswered bucket"));
-  parts.calls().Happened(engine.id,
-                         AckEvent{engine.id, update, engine.inbox->Last<PartNews>()->part.part});
+  parts.calls().HandleEngineEvent(
+      engine.id, AckEvent{engine.id, update, engine.inbox->Last<PartNews>()->part.part});
   CHECK(pushed[2].status().ok());
   CHECK(release().ok());
 }
@@ -394,7 +394,7 @@ TEST_CASE("a slot is leased, packed and pushed to a loader engine, which acknowl
   commit.bucket_count = 1;
   const Answer committed = parts.Call(trainer, commit);
   CHECK_FALSE(committed.came());  // the engine rank may still read the slot
-  parts.calls().Happened(engine.id, AckEvent{engine.id, update, part.part.part});
+  parts.calls().HandleEngineEvent(engine.id, AckEvent{engine.id, update, part.part.part});
   CHECK(committed.As<CommitReply>().version == Version(1));
 }
 

@@ -87,7 +87,7 @@ TEST_CASE("a lost member's token dies at once, and its regions go with its recor
   CHECK(parts.operators().Describe().regions == 0);
   CHECK(parts.operators().Describe().members == 0);
   // The engine's answers are ignored from now on.
-  parts.calls().Happened(engine.id, ReadyEvent{engine.id, UpdateId(1)});
+  parts.calls().HandleEngineEvent(engine.id, ReadyEvent{engine.id, UpdateId(1)});
 }
 
 TEST_CASE("a member whose process dies loses its lease, though its stream is open (P8)") {

@@ -55,8 +55,8 @@ absl::StatusOr<struct stat> LookAt(const UniqueFd& fd) {
   return file;
 }
 
-// Whether the first `bytes` of the memfd have pages. Pages that its owner never touched are not
-// filled in, since they would be charged to the daemon.
+// Whether the first `bytes` of the memfd have pages. The daemon must not fill in pages that the
+// owner never touched, since they would be charged to the daemon.
 bool HasPages(const struct stat& file, int64_t bytes) {
   constexpr int64_t kStatBlockBytes = 512;
   return file.st_blocks * kStatBlockBytes >= bytes;
@@ -268,7 +268,7 @@ RegionRecord MemberMemory::RecordOf(std::shared_ptr<const DeviceRegion> region, 
 }
 
 // P8: a caller that is answered may free the memory. The first job runs after the caller's job,
-// which has then let go of its regions; the second runs after those are closed.
+// which has then dropped its regions; the second runs after those are closed.
 void MemberMemory::AnswerClosed(std::function<void()> answer) {
   state_.regions_thread->Submit(
       [this, answer = std::move(answer)] { state_.regions_thread->Submit(answer); });

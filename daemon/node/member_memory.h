@@ -6,9 +6,9 @@
 // Invariants
 //  1. The bytes of host memory that are mapped at a time, of all members and of one identity, stay
 //     within their limits (ByteLedger), and one region within the machine's memory (P10).
-//  2. A memfd is mapped once for reading and once for writing, however many regions it is: a
-//     mapping that covers a region is shared, and counted once, for whoever brought it first.
-//  3. A caller that is answered may free its memory: the daemon has closed it (P8).
+//  2. A memfd is mapped once for reading and once for writing, however many regions it is: regions
+//     share a mapping that covers them, which counts once, for the identity that brought it first.
+//  3. A caller whose call was answered may free its memory: the daemon has closed it (P8).
 //
 // Opening and closing device memory takes up to milliseconds, and longer if a context is made. It
 // runs on the thread for regions, or on a thread of the descriptor socket.
@@ -74,7 +74,7 @@ class MemberMemory : public DescriptorHandler {
   absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) override;
 
   // ---- host memory ----
-  // Which memfd it is: two descriptors of one memfd give the same.
+  // Identifies the memfd: two descriptors of one memfd have equal origins.
   static absl::StatusOr<MemoryOrigin> OriginOf(const UniqueFd& fd);
   // Maps the first `bytes` of the memfd, or shares a mapping of it. `origin`: OriginOf(fd). Errors:
   // as of HostRegion::Map; RESOURCE_EXHAUSTED: a limit.
@@ -136,7 +136,7 @@ class MemberMemory : public DescriptorHandler {
   Mutex mutex_;
   // The largest mapping of each memfd; some have ended.
   std::map<Key, std::weak_ptr<const Mapping>> mappings_ ABSL_GUARDED_BY(mutex_);
-  size_t sweep_at_ ABSL_GUARDED_BY(mutex_) = 64;  // the size from which ended ones are dropped
+  size_t sweep_at_ ABSL_GUARDED_BY(mutex_) = 64;  // the size at which ended mappings are dropped
 };
 
 }  // namespace refitd

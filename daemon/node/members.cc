@@ -135,6 +135,12 @@ absl::StatusOr<RegionRecord> Members::TakeRegion(MemberRecord* member, RegionId 
                      layout->tensors[piece.tensor].name);
       }
     }
+    for (const RegionBack& pair : layout->backs) {
+      if (pair.back != region && pair.region != region) continue;
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "region_id: {} is in use: region {} is the back of region {}", region, pair.back,
+                   pair.region);
+    }
   }
   if (calls.IsSource(region)) {
     return Error(absl::StatusCode::kFailedPrecondition,

@@ -28,7 +28,7 @@ absl::StatusOr<Operators::Created> Operators::CreateGroup(const std::string& nam
       MakeGroup(state_, name, spec, std::nullopt, identity, &created, lock);
   if (const GroupRecord* found = state_.groups.Find(name);
       found != nullptr && found->follower != nullptr) {
-    return Followed(*found);
+    return NotCoordinatedHere(*found);
   }
   // For an operator, another spec means that another group has that name.
   if (absl::IsFailedPrecondition(made.status()))
@@ -142,7 +142,7 @@ absl::Status Operators::DeleteGroup(const std::string& name) {
   const auto& all = state_.members.all();
   const auto members = std::count_if(all.begin(), all.end(),
                                      [&](const auto& entry) { return entry.second.group == name; });
-  if (group->follower != nullptr) return Followed(*group);
+  if (group->follower != nullptr) return NotCoordinatedHere(*group);
   if (members > 0 || group->machine->has_members() || group->machine->update_running()) {
     return Error(absl::StatusCode::kFailedPrecondition, "group '{}' has {} members", name, members);
   }
@@ -275,7 +275,7 @@ absl::StatusOr<Operators::Statistics> Operators::StatisticsOf(const std::string&
   const StateLock lock(&state_.mutex);
   const GroupRecord* found = state_.groups.Find(group);
   if (found == nullptr) return NoGroup(group);
-  if (found->follower != nullptr) return Followed(*found);
+  if (found->follower != nullptr) return NotCoordinatedHere(*found);
   return Statistics{found->machine->Statistics(), found->machine->ViewUpdate(DaemonState::Now())};
 }
 

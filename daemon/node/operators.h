@@ -82,9 +82,9 @@ class Operators {
     std::vector<std::string> drained;
     std::vector<std::string> running;
   };
-  // Gives this daemon's part in the group up, or in all groups whose coordinator is a name if
-  // `group` is empty, so that members attach anew and come to the daemon that the name then leads
-  // to. Groups in which an update runs are left to a later call.
+  // Gives up this daemon's part in the group (empty: in all groups whose coordinator is a name), so
+  // that members attach anew, at the daemon to which the name leads then. Groups in which an update
+  // runs are left to a later call.
   absl::StatusOr<DrainedGroups> Drain(const std::string& group);
 
   // A group whose members call its coordinator by a name.
@@ -96,7 +96,7 @@ class Operators {
   std::vector<NamedCoordinator> NamedCoordinators();
   std::vector<std::string> Listeners();
 
-  // ---- what the services' door asks ----
+  // ---- for the services' authorizer ----
   // The identity that owns the group; empty: nobody does, or there is no such group.
   std::string OwnerOf(const std::string& group);
   // Whether a member of that identity has a lease.

@@ -39,7 +39,7 @@ struct DaemonOptions {
   std::string advertise;             // HOST:PORT by which members name this daemon; may be empty
   GroupLimits group;
   PeerLimits peers;
-  // How long the readiness that was known last counts without the coordinator; 0: not at all.
+  // How long the last known readiness counts after the coordinator was lost; 0: not at all.
   Duration keep_readiness = kDefaultReadiness;
   int64_t default_slot_bytes = int64_t{64} << 20;
   int default_slots = 4;
@@ -67,8 +67,8 @@ struct DaemonOptions {
   std::string clear_wire = kNotEncrypted;
   DaemonObserver* observer = nullptr;  // outlives the daemon; null: none
   IdentityLimits per_identity;
-  // What the policy of the moment says of an identity as a group's owner; thread-safe. Null: no
-  // rule names the owner of any group.
+  // Returns the rule of the current policy for an identity as a group's owner; thread-safe. Null:
+  // no rule names the owner of any group.
   std::function<OwnerRule(const std::string& group, const std::string& identity)> owner_rule{};
   AuditLog* audit = nullptr;  // outlives the daemon; null: none
 };

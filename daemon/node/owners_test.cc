@@ -59,7 +59,7 @@ TEST_CASE("another identity at another daemon is refused: the coordinator keeps 
   CHECK_FALSE(thief.inbox->welcomed());
   const Attached second = c.Attach(As(DaemonParts::Trainer(1, 2), kVictim), "g", Spec(2, 2), &a);
   CHECK(Welcomed(second));
-  // Every daemon of the group knows the owner, whose door asks for it.
+  // Every daemon of the group knows the owner, for which its authorizer asks.
   CHECK(Eventually([&] { return OwnerOf(&b) == kVictim && OwnerOf(&c) == kVictim; }));
   Arrival by_rule = As(DaemonParts::Trainer(1, 2), kThief);
   by_rule.record.peer.any_owner = true;

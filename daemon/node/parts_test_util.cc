@@ -114,7 +114,7 @@ Answer DaemonParts::Begin(const Attached& trainer, int64_t version, int64_t tens
 
 void DaemonParts::Ready(const Attached& engine) {
   const UpdateId update = engine.inbox->Last<SendPrepare>()->update;
-  calls().Happened(engine.id, ReadyEvent{engine.id, update});
+  calls().HandleEngineEvent(engine.id, ReadyEvent{engine.id, update});
 }
 
 std::shared_ptr<void> DaemonParts::HoldRegionsThread() {

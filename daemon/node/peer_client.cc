@@ -16,8 +16,8 @@ namespace {
 
 // The pause between a refusal that may pass and the next try to join.
 constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
-// How long it may take to find out whether the group of a member that does not wait for it exists,
-// while others wait for it.
+// For a member that does not wait for its group while others do: how long it may take to find out
+// whether the group exists.
 constexpr Duration kJoinGrace = std::chrono::seconds(10);
 // How long a try to join may run on after the wait of a member has ended, if the try waits no
 // longer than that member: the time that joining takes, and the time to report the end of the link
@@ -81,7 +81,7 @@ PendingAttaches::Expiry ExpiryOf(const Groups& groups) {
   };
 }
 
-// The reason for which a member is refused that has waited for as long as it may.
+// Why a member whose wait is over is refused.
 absl::Status LateStatus(DaemonState& state, const PendingAttaches::OfGroup& member)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
   const std::string& name = member.record.group;
@@ -172,7 +172,7 @@ void PeerClient::Dial(GroupRecord* group) {
   PeerLinkCallbacks callbacks;
   callbacks.on_up = [this, current](const LinkUp& up) { LinkIsUp(current, up); };
   callbacks.on_command = [this, current](PeerCommand command) {
-    LinkSays(current, std::move(command));
+    TakeCommand(current, std::move(command));
   };
   callbacks.on_lost = [this, current](absl::Status status) {
     LinkIsLost(current, std::move(status));
@@ -186,23 +186,24 @@ void PeerClient::Dial(GroupRecord* group) {
 }
 
 // The group's record if this is the group's newest try, else null.
-GroupRecord* PeerClient::Current(const Try& of) {
-  GroupRecord* const group = state_.groups.Find(of.group, of.id);
-  return group != nullptr && group->join.dial == of.number ? group : nullptr;
+GroupRecord* PeerClient::Current(const Try& attempt) {
+  GroupRecord* const group = state_.groups.Find(attempt.group, attempt.id);
+  return group != nullptr && group->join.dial == attempt.number ? group : nullptr;
 }
 
-void PeerClient::LinkIsUp(const Try& of, const LinkUp& up) {
+void PeerClient::LinkIsUp(const Try& attempt, const LinkUp& up) {
   StateLock lock(&state_.mutex);
-  GroupRecord* const group = Current(of);
+  GroupRecord* const group = Current(attempt);
   if (group == nullptr || !group->join.joining) return;
   absl::Status fits = CheckGivenSpec(up.spec, state_.spec_limits);
   if (fits.ok()) {
-    fits = CheckEncryption(of.group, up.spec, state_.options.daemon_id, state_.options.clear_wire);
+    fits = CheckEncryption(attempt.group, up.spec, state_.options.daemon_id,
+                           state_.options.clear_wire);
   }
   if (fits.ok()) {
     fits = AdmitGroup(state_, group->creator, up.spec.slots * up.spec.slot_bytes, group);
   }
-  if (fits.ok()) fits = MakeRoom(state_, of.group, &up.spec, lock);
+  if (fits.ok()) fits = MakeRoom(state_, attempt.group, &up.spec, lock);
   if (fits.ok()) {
     TakeJoined(group, up, lock);
   } else {
@@ -226,11 +227,11 @@ void PeerClient::TakeJoined(GroupRecord* group, const LinkUp& up, StateLock& loc
   }
 }
 
-void PeerClient::IndexDestinations(const Try& of, PeerPrepare* prepare) {
+void PeerClient::IndexDestinations(const Try& attempt, PeerPrepare* prepare) {
   std::vector<std::shared_ptr<const Layout>> layouts;
   {
     const StateLock lock(&state_.mutex);
-    const GroupRecord* group = state_.groups.Find(of.group, of.id);
+    const GroupRecord* group = state_.groups.Find(attempt.group, attempt.id);
     if (group == nullptr || group->follower == nullptr) return;
     layouts = group->follower->LayoutsToIndex(*prepare);
   }
@@ -240,28 +241,29 @@ void PeerClient::IndexDestinations(const Try& of, PeerPrepare* prepare) {
   if (index.ok()) prepare->index = *std::move(index);
 }
 
-void PeerClient::LinkSays(const Try& of, PeerCommand command) {
-  if (auto* prepare = std::get_if<PeerPrepare>(&command)) IndexDestinations(of, prepare);
+void PeerClient::TakeCommand(const Try& attempt, PeerCommand command) {
+  if (auto* prepare = std::get_if<PeerPrepare>(&command)) IndexDestinations(attempt, prepare);
   StateLock lock(&state_.mutex, StateLock::Order::kAhead);
-  if (Current(of) == nullptr) return;
-  lock.Handle(of.group, CommandReceived{std::move(command)});
+  if (Current(attempt) == nullptr) return;
+  lock.Handle(attempt.group, CommandReceived{std::move(command)});
 }
 
-void PeerClient::LinkIsLost(const Try& of, absl::Status status) {
+void PeerClient::LinkIsLost(const Try& attempt, absl::Status status) {
   StateLock lock(&state_.mutex, StateLock::Order::kAhead);
-  GroupRecord* const group = Current(of);
+  GroupRecord* const group = Current(attempt);
   if (group == nullptr) return;
   if (group->join.joining) {
     Failed(group, status, lock);
   } else {
-    lock.Handle(of.group, LinkLost{std::move(status)});
+    lock.Handle(attempt.group, LinkLost{std::move(status)});
   }
 }
 
-// These members go on waiting after a failed try: if the group does not exist yet, another process
-// with this daemon's id has just ended, or the daemon that answers to the coordinator's name is not
-// the coordinator yet, every member whose own wait goes on; if a spec was refused, the members that
-// brought none; if the member that brought the spec may not make the group, the others.
+// Who goes on waiting after a failed try depends on its reason:
+//   a group that does not exist yet, another process with this daemon's id that has just ended, or
+//   a daemon at the coordinator's name that is not the coordinator yet: members whose wait goes on
+//   a refused spec: members that brought none
+//   a member that brought the spec and may not make the group: the other members
 bool PeerClient::TakeFailure(GroupRecord* group, const absl::Status& status) {
   const bool goes_on = !state_.draining && !state_.stopping;
   const TimePoint now = DaemonState::Now();

@@ -1,5 +1,5 @@
-// Groups that other daemons coordinate and this daemon joins: dials, tries again, and decides for
-// whom a failed try was the last.
+// Groups that other daemons coordinate and this daemon joins: dials, tries again, and decides which
+// members a failed try refuses.
 //
 // Invariants
 //  1. A group that is being joined has a try under way or a time for the next one (JoinRecord), so
@@ -61,8 +61,8 @@ class PeerClient {
   // The next time at which a member that waits for its group is refused, unless an event decides
   // before (P4); nullopt: none waits.
   std::optional<TimePoint> NextExpiry() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-  // Both are called when a deadline has come. The first refuses members that have waited for too
-  // long; the second begins the tries whose pause is over.
+  // Call both when a deadline has come: the first refuses members that have waited for too long,
+  // the second begins the tries whose pause is over.
   void RefuseLateMembers(TimePoint now, StateLock& lock)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   void RedialIfDue(TimePoint now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
@@ -78,17 +78,17 @@ class PeerClient {
   };
 
   // What links report, without the mutex. Calls for one try come one at a time, in order.
-  void LinkIsUp(const Try& of, const LinkUp& up);
-  void LinkSays(const Try& of, PeerCommand command);
-  void LinkIsLost(const Try& of, absl::Status status);
-  GroupRecord* Current(const Try& of) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  void LinkIsUp(const Try& attempt, const LinkUp& up);
+  void TakeCommand(const Try& attempt, PeerCommand command);
+  void LinkIsLost(const Try& attempt, absl::Status status);
+  GroupRecord* Current(const Try& attempt) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
   absl::Status CheckCanJoin(const std::string& named) const;
   void TakeJoined(GroupRecord* group, const LinkUp& up, StateLock& lock)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   // Makes the index of a Prepare's destinations without the mutex, since the time for that grows
   // with the number of tensors in their layouts.
-  void IndexDestinations(const Try& of, PeerPrepare* prepare);
+  void IndexDestinations(const Try& attempt, PeerPrepare* prepare);
   // Handles a failed try: refuses the members whose wait ends with this failure, and tries again
   // for the others, at once or after a pause.
   void Failed(GroupRecord* group, const absl::Status& status, StateLock& lock)
@@ -103,7 +103,7 @@ class PeerClient {
 
   // Guarded by the mutex.
   int links_ = 0;         // links that were dialled and whose on_lost has not returned
-  uint64_t dialled_ = 0;  // in the life of this process
+  uint64_t dialled_ = 0;  // links since the start of this process
   CondVar links_cond_;
 };
 

@@ -20,7 +20,7 @@ absl::Status CheckNotFollowing(DaemonState& state, const PeerGreeting& hello)
   if (group == nullptr || group->follower == nullptr) return absl::OkStatus();
   const JoinRecord& join = group->join;
   const bool linked = !join.joining && join.link != nullptr;
-  if (linked && join.address != hello.coordinator) return Followed(*group);
+  if (linked && join.address != hello.coordinator) return NotCoordinatedHere(*group);
   return Error(absl::StatusCode::kUnavailable,
                "group '{}': {}, under the same name, and does not coordinate it yet", hello.group,
                linked         ? "this daemon is linked to another one"
@@ -136,7 +136,7 @@ void PeerServer::Admit(PeerSessions::Waiting peer, StateLock& lock) {
   const std::string name = peer.hello.group;
   GroupRecord* group = state_.groups.Find(name);
   REFITD_CHECK(group != nullptr);
-  if (group->coordinator == nullptr) return peer.session->End(Followed(*group));
+  if (group->coordinator == nullptr) return peer.session->End(NotCoordinatedHere(*group));
   if (absl::Status status =
           group->coordinator->CanJoin(peer.hello.daemon_id, peer.hello.boot_id, peer.address);
       !status.ok()) {

@@ -29,8 +29,8 @@ class PeerServer : public PeerAcceptor {
   void Report(uint64_t session, PeerReport report) override;
   void Gone(uint64_t session, std::string reason) override;
 
-  // The group was given up here for the daemon that its coordinator's name now leads to: until then
-  // links that ask for it are refused, and may try again.
+  // The group was given up here for the daemon to which its coordinator's name leads now. Refuses
+  // links that ask for the group until `until`; they may try again.
   void RefuseUntil(const std::string& group, TimePoint until)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
@@ -42,8 +42,8 @@ class PeerServer : public PeerAcceptor {
   // Checks the hello of a daemon that joins, and makes the group that its spec asks for.
   absl::Status TakeHello(PeerSessions::Waiting* peer, bool* created, StateLock& lock)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-  // This daemon reached itself: it is the one that answers to the coordinator's name, so the group
-  // lives here, and the members that waited for that name enter it.
+  // Takes a hello of this daemon itself: the coordinator's name leads here, so the group lives
+  // here, and the members that waited for that name enter the group.
   void CoordinateOwn(const PeerGreeting& hello, StateLock& lock)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   void Admit(PeerSessions::Waiting peer, StateLock& lock)

@@ -45,16 +45,16 @@ class PeerSessions {
     uint64_t dial = 0;    // PeerGreeting::dial
   };
 
-  // OK: no later link of the same process to the group is known. ABORTED: the daemon has given this
-  // link up, and its hello came late.
+  // OK: no later link of the same process to the group is known. ABORTED: the hello came late,
+  // after the daemon gave this link up.
   absl::Status CheckLatest(const PeerGreeting& hello) const;
 
   // ---- daemons that wait for their group ----
   // RESOURCE_EXHAUSTED: kMaxWaiting daemons wait already.
   absl::Status AdmitWaiting() const;
   void Wait(Waiting peer) { waiting_.push_back(std::move(peer)); }
-  // A daemon that dials again for a group has given its earlier link up, though that link's end may
-  // not have been noticed yet: the earlier session waits no longer.
+  // Removes the waiting session of the daemon's earlier link for the same group: the daemon gave
+  // that link up when it dialled again, even if the end of the link has not come here yet.
   void ForgetEarlier(const Waiting& peer);
   // Daemons that wait for the group, in the order in which they came.
   std::vector<Waiting> TakeWaiting(const std::string& group);

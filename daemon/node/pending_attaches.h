@@ -32,13 +32,13 @@ class PendingAttaches {
   struct OfGroup {
     MemberRecord record;
     GroupEvent attached;
-    TimePoint deadline;       // when the member is no longer willing to wait
+    TimePoint deadline;       // until when the member waits
     bool waits = true;        // false: the group must exist, or the member's spec makes it
     std::string coordinator;  // empty: this daemon
     // The spec with which the coordinator would make the group, or with which the member may not
     // make it here.
     std::optional<GroupSpec> spec;
-    std::string named{};  // the name under which this daemon reached itself (GroupRecord::named)
+    std::string named{};  // the name that led this daemon to itself (GroupRecord::named)
   };
   // An engine rank that waits until its group has slots on its GPU: to read parts there, or because
   // an update that is being opened broadcasts.
@@ -47,12 +47,12 @@ class PendingAttaches {
     GroupEvent attached;
   };
 
-  // How many of all waiting members `such` holds for.
-  template <typename Such>
-  int64_t CountOf(const Such& such) const {
+  // The number of waiting members for which `counts` holds.
+  template <typename Counts>
+  int64_t CountOf(const Counts& counts) const {
     int64_t count = 0;
-    for (const OfGroup& each : of_group_) count += such(each.record) ? 1 : 0;
-    for (const auto& [id, each] : of_slots_) count += such(each.record) ? 1 : 0;
+    for (const OfGroup& each : of_group_) count += counts(each.record) ? 1 : 0;
+    for (const auto& [id, each] : of_slots_) count += counts(each.record) ? 1 : 0;
     return count;
   }
 
@@ -67,8 +67,8 @@ class PendingAttaches {
   // coordinator, in the order in which they came.
   std::vector<OfGroup> TakeAll(const std::string& group, const std::string& coordinator);
   bool Any(const std::string& group, const std::string& coordinator) const;
-  // A try to join tells the coordinator the spec of a member that brings a spec, a trainer's before
-  // an engine's, with who that member is, and the longest time that a member waits.
+  // What a try to join sends to the coordinator: the spec of a member that brings one (a trainer's
+  // before an engine's), with that member's identity and role; and the longest wait of a member.
   struct Request {
     std::optional<GroupSpec> spec;
     std::string identity;

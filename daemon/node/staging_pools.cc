@@ -126,8 +126,8 @@ absl::StatusOr<GroupRecord*> StagingPools::Lacking(const Missing& missing) const
   return Has(*found, missing.ordinal) ? nullptr : found;
 }
 
-// The last reference to slots may be dropped anywhere, even under the mutex, and giving memory back
-// waits for the driver, so that is a job of the thread.
+// The last reference to slots may be dropped anywhere, even under the mutex. Freeing the memory
+// waits for the driver, so it is a job of the thread.
 StagingPools::Device StagingPools::Shared(DevicePool made) const {
   auto held = std::make_shared<DevicePool>(std::move(made));
   Device pool;
@@ -151,7 +151,7 @@ absl::Status StagingPools::MakeNow(const Missing& missing) {
     MutexLock lock(mutex_->raw());
     REFITD_ASSIGN_OR_RETURN(const GroupRecord* lacking, Lacking(missing));
     if (lacking == nullptr) return absl::OkStatus();
-    // The job may have waited long in line, so that the member may have gone.
+    // The job may have waited long in line, and the member may have left meanwhile.
     if (!OnDevice(missing.group, missing.ordinal)) {
       return absl::CancelledError("the member went away");
     }
@@ -249,7 +249,7 @@ void StagingPools::MakeWire(const Missing& missing, const Then& then) {
   if (made.ok() && !Has(*found, missing.ordinal)) {
     made = absl::CancelledError("the members on that GPU went away");
   }
-  // The members on this GPU have gone, but members may still be on another GPU.
+  // The members on this GPU have left, but members may still be on another GPU.
   if (absl::IsCancelled(made) && !OnDevice(missing.group, missing.ordinal) &&
       state_.members->HasDevices(missing.group)) {
     return Make(*found, then);

@@ -16,8 +16,9 @@
 // loader rank there is welcomed, when a trainer there first takes or maps one, or for a Begin whose
 // buckets may be broadcast through slots; they are given up with the last member on that GPU.
 //
-// Host memory is unmapped and its descriptor closed when the result of Take or TakeHost is
-// destroyed, a GPU's when its last user drops it: neither may happen under the mutex.
+// Host memory is unmapped, and its descriptor closed, when the result of Take or TakeHost is
+// destroyed; a GPU's memory is freed when its last user drops it. Neither may happen under the
+// mutex.
 //
 // The class is part of the daemon's state. Its functions are called under the state lock
 // (state_lock.h), but for those that say otherwise.
@@ -112,7 +113,7 @@ class StagingPools {
   bool Has(const GroupRecord& group, int ordinal) const {
     return Of(group).devices.contains(ordinal);
   }
-  // Slots that must be made before a call of the member can go on.
+  // Slots on a GPU that must be made before a member's call can go on.
   struct Missing {
     std::string group;
     uint64_t id = 0;  // of the group's record
@@ -122,12 +123,13 @@ class StagingPools {
   std::optional<Missing> MissingOf(const MemberRecord& member) const;
   // Slots on GPUs of the trainer and of the group's engines; each GPU once.
   std::vector<Missing> MissingFor(const MemberRecord& trainer) const;
-  // OK: the group has slots on the GPU. CANCELLED: no member is there any more. Called on the
+  // OK: the group has slots on the GPU. CANCELLED: no member is on that GPU any more. Called on the
   // thread, without the mutex.
   absl::Status MakeNow(const Missing& missing);
-  // A member on that GPU has gone: gives back slots that no one needs any more.
+  // Call it when a member on that GPU has left: frees slots that nobody needs any more.
   void DropUnused(const GroupRecord& group, int ordinal);
-  // An update has ended, or a member has gone: gives the wire's slots back if no one needs them.
+  // Call it when an update has ended or a member has left: frees the wire's slots if nobody needs
+  // them.
   void DropWire(const GroupRecord& group);
 
   // ---- the wire's place: slots in which bytes cross to other daemons ----
@@ -154,7 +156,7 @@ class StagingPools {
   // Bytes of all places that are made.
   int64_t BytesOf(const GroupRecord& group) const;
 
-  // Takes the slots of a group whose record is gone.
+  // Takes out the slots of a group whose record was removed.
   Places Take(uint64_t group_id);
   // Aborts the process if an invariant does not hold.
   void CheckInvariants() const;
@@ -168,8 +170,8 @@ class StagingPools {
  private:
   // Whether a member of the group is on that GPU, or waits for slots there.
   bool OnDevice(const std::string& group, int ordinal) const;
-  // The group's record, if it still lacks the slots; null: it has them. NOT_FOUND: the group is
-  // gone.
+  // The group's record, if the group still lacks the slots; null: it has them. NOT_FOUND: the group
+  // was removed.
   absl::StatusOr<GroupRecord*> Lacking(const Missing& missing) const;
   Device Shared(DevicePool made) const;
   void MakeWire(const Missing& missing, const Then& then);

@@ -81,7 +81,7 @@ struct DaemonState {
   Watchers watchers ABSL_GUARDED_BY(kStateLocked);
   std::vector<std::string> listeners ABSL_GUARDED_BY(kStateLocked);
   bool draining ABSL_GUARDED_BY(kStateLocked) = false;
-  // Running updates are aborted from now on; metrics count these as given up by the drain.
+  // The daemon aborts running updates now; metrics count these as given up by the drain.
   bool aborts ABSL_GUARDED_BY(kStateLocked) = false;
   bool stopping ABSL_GUARDED_BY(kStateLocked) = false;
 
@@ -91,10 +91,10 @@ struct DaemonState {
   std::unique_ptr<DataPlane> data_plane;
 };
 
-// Hands the event to the group's machine and performs the machine's actions (actions.cc): replies
-// and events of members are queued, and actions that touch memory go to the data plane. Does
-// nothing if the group is gone.
-void DispatchEvent(DaemonState& state, const std::string& group, MachineEvent& event,
+// Hands the event to the machine of the group `name` and performs the machine's actions
+// (actions.cc): replies and events of members are queued, and actions that touch memory go to the
+// data plane. Does nothing if there is no such group.
+void DispatchEvent(DaemonState& state, const std::string& name, MachineEvent& event,
                    StateLock& lock) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
 }  // namespace refitd

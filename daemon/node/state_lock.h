@@ -48,22 +48,21 @@ class StateMutex {
   // Both are called under the mutex.
   struct Handlers {
     // Hands the event to the group's machine and performs the machine's actions; the daemon's is
-    // DispatchEvent (actions.cc). Not reentrant:
-    // events that an action causes are posted to the lock. What is left in the event is freed
-    // without the mutex.
+    // DispatchEvent (actions.cc). Not reentrant: events that an action causes are posted to the
+    // lock. What is left in the event is freed without the mutex.
     std::function<void(StateLock&, const std::string& group, MachineEvent& event)> dispatch;
     // Called when some events were handled and no more are posted, or a deadline has moved.
     std::function<void()> changed;
   };
-  // Stands for the mutex in the analysis of locks: the classes of the daemon's state reach the
-  // mutex by different names, of which the analysis can't tell that they mean the same mutex. A
-  // thread has kStateLocked while it has a StateLock.
+  // Stands for the mutex in the analysis of locks, which can't see that the different names by
+  // which the classes of the daemon's state reach the mutex mean the same one. A thread has
+  // kStateLocked while it has a StateLock.
   struct ABSL_LOCKABLE Locked {
-    // Tells the analysis what it can't see (inside a callback, say); checks nothing.
+    // For code where the analysis can't see the lock, such as a callback; checks nothing.
     void AssertHeld() const ABSL_ASSERT_EXCLUSIVE_LOCK() {}
   };
 
-  // `longest`: an endless row of callers ahead keeps pushes off for no longer than this (P4).
+  // `longest`: how long callers ahead may keep a push waiting, however many come (P4).
   explicit StateMutex(Handlers handlers,
                       std::chrono::milliseconds longest = std::chrono::milliseconds(10))
       : handlers_(std::move(handlers)), longest_(longest) {}
@@ -124,7 +123,7 @@ class ABSL_SCOPED_LOCKABLE StateLock {
   void Flush(const std::shared_ptr<PeerSession>& session) {
     if (sessions_.empty() || sessions_.back() != session) sessions_.push_back(session);
   }
-  // `refused` is called for each report that turns out not to be sendable, without the mutex.
+  // `refused` is called for each report that can't be sent, without the mutex.
   using Refusal = std::function<void(PeerLink::Refused)>;
   // Messages to a link mostly follow each other, so only the last entry is compared;
   // flushing a link twice does no harm.

@@ -1,14 +1,14 @@
-// Watchers of updates (operators' tools that are sent each change of an update's state, and its
-// progress at the interval that they asked for) and of the readiness of instances.
+// Watchers of updates, which get each change of an update's state, and its progress at the interval
+// that they asked for; and watchers of the readiness of instances.
 //
 // The machine of a group knows the readiness of all instances while this daemon coordinates the
 // group, or is joined to its coordinator. When the coordinator is lost, this class keeps the
-// readiness that was known last: no version is committed without the coordinator, so the loss alone
+// last known readiness: no version is committed without the coordinator, so the loss alone
 // makes no instance older. The kept readiness counts for `keep` at most, since the coordinator may
 // live behind a broken link and commit versions with other daemons. An instance that had ranks on
 // this daemon must also show that it lives: one of its ranks waits here to attach again, or came
-// within kReattachLimit. A rank that comes with other weights than were known ends what is kept of
-// its instance (P2).
+// within kReattachLimit. A rank that comes with other weights than were known ends the kept
+// readiness of its instance (P2).
 //
 // Invariants
 //  1. A watcher is sent each change once: an update's mark is not sent again, except for the
@@ -49,7 +49,7 @@ namespace refitd {
 // (client/reattach.h), or waits.
 inline constexpr Duration kReattachLimit = std::chrono::seconds(15);
 
-// What a watcher of updates is sent.
+// The updates that a watcher wants, and how often.
 struct WatchFilter {
   std::string group;    // empty: all
   Duration interval{};  // of progress
@@ -63,11 +63,11 @@ class Watchers {
   static constexpr size_t kMaxWatchers = 64;
   static constexpr size_t kMaxInstanceWatchers = 1024;
   static constexpr size_t kMaxKept = 256;
-  // How often watchers of groups without a coordinator are looked after.
+  // How often the kept readiness of groups without a coordinator is looked at.
   static constexpr Duration kLookInterval = std::chrono::seconds(1);
 
-  // `groups` and `pending` must outlive this object. `keep`: how long the readiness that was known
-  // last counts without the coordinator.
+  // `groups` and `pending` must outlive this object. `keep`: how long the last known readiness
+  // counts after the coordinator was lost.
   Watchers(Duration keep, const Groups* groups, const PendingAttaches* pending)
       : keep_(keep), groups_(*groups), pending_(*pending) {}
 
@@ -80,12 +80,12 @@ class Watchers {
   absl::StatusOr<uint64_t> Add(WatchFilter filter, std::shared_ptr<UpdateSink> sink,
                                const Machines& all, TimePoint now);
   void Remove(uint64_t watcher) { updates_.erase(watcher); }
-  // Called when the group was deleted: a later group of that name is new to every watcher.
+  // Call it when the group was deleted: a later group of that name is new to every watcher.
   void Forget(const std::string& group);
   void EndAll(const absl::Status& status);
 
   bool empty() const { return updates_.empty(); }
-  // Called when something in the group changed: sends it to the group's watchers.
+  // Sends a change in the group to the group's watchers.
   void Changed(const GroupMachine& group, const Machines& all, TimePoint now);
   // Sends the progress of running updates to watchers whose interval has passed.
   void Progress(const Machines& all, TimePoint now);
@@ -106,7 +106,9 @@ class Watchers {
   void RemoveInstance(uint64_t watcher) { instances_.erase(watcher); }
   void EndInstances(const absl::Status& status);
 
-  // Called when something in the group changed, and when its record is gone.
+  // Reports to the watchers of the group's instances whether these are ready. If the coordinator is
+  // lost, keeps the last known readiness first. Call it when anything in the group changed, and
+  // when its record is gone.
   void ReadinessChanged(const std::string& group, TimePoint now);
   // Called when a member attaches to the group, before it waits or enters.
   void Arrived(const std::string& group, const EngineIdentity& engine, TimePoint now);

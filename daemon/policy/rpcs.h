@@ -1,8 +1,8 @@
 // Every RPC that the daemon serves, and what the policy asks of its callers (P9).
 //
-// A handler passes its Rpc to the door, which looks here: no handler decides by itself. rpcs.cc
-// compares the table with the services in the protos, so that a new RPC without an entry does not
-// compile.
+// A handler passes its Rpc to the authorizer, which looks here: no handler decides by itself.
+// rpcs.cc compares the table with the services in the protos, so that a new RPC without an entry
+// does not compile.
 //
 // Pure; constants.
 #ifndef REFITD_DAEMON_POLICY_RPCS_H_

@@ -43,7 +43,8 @@ struct UpdateReport {
   std::string_view reason;  // one of kUpdateReasons; others count as kReasonOther
   Duration prepare{};       // Begin to every rank ready
   Duration data{};          // from there to the last Commit
-  Duration verify{};        // from there to the outcome
+  Duration verify{};        // from there to every digest compared
+  Duration flip{};          // from there to the outcome, with shadowed instances
   Duration total{};         // Begin to the outcome
   int64_t bytes = 0;        // tensor data handed over
   std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of `bytes`, by kPushMethods

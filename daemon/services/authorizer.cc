@@ -179,7 +179,7 @@ void Authorizer::AuditAnswer(const RequestContext& request_context, const Peer& 
   if (options_.audit == nullptr) return;
   const RpcEntry& entry = EntryOf(request_context.rpc);
   if (!entry.audit.has_value()) {
-    // These answers mean that somebody presented a token that is no lease's, or another identity's.
+    // With these answers the presented token belongs to no lease, or to one of another identity.
     if (absl::IsPermissionDenied(answer) || absl::IsUnauthenticated(answer)) {
       Refused(request_context, IdentityOf(peer), PidOf(peer), answer);
     }

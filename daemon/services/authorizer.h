@@ -1,9 +1,9 @@
 // The one place where the daemon decides who may call (P9).
 //
 // Every handler asks the authorizer before it does anything, with its entry of
-// daemon/policy/rpcs.h. The authorizer finds out who calls (the kernel tells of unix sockets, the
-// certificate of TLS), asks the policy of the moment, and tells refusals, and the acts of
-// operators, to the audit log.
+// daemon/policy/rpcs.h. The authorizer identifies the caller (by the kernel on unix sockets, by the
+// certificate over TLS), asks the current policy, and writes refusals, and what operators do, to
+// the audit log.
 //
 // Thread-safe.
 #ifndef REFITD_DAEMON_SERVICES_AUTHORIZER_H_
@@ -29,7 +29,7 @@
 
 namespace refitd {
 
-// A call: which RPC it is, and what it names.
+// What the authorizer must know of a call: its RPC, and what the request names.
 struct RequestContext {
   Rpc rpc;
   std::string group{};       // empty: the request names none, or not yet
@@ -62,7 +62,7 @@ class Authorizer {
   // The second half of Admit, for calls that name their group in a stream's first message. Fills in
   // what the node must know of the peer's rights.
   absl::Status Enter(Peer* peer, const RequestContext& request_context) const;
-  // Tells the audit log that a stream whose caller was let in is refused for what it said later.
+  // Writes to the audit log that a stream whose caller was let in is refused for a later message.
   void RefusedLater(const Peer& peer, const RequestContext& request_context,
                     const absl::Status& why) const;
   // Whether an answer to this RPC may show the group to the caller.
@@ -76,16 +76,16 @@ class Authorizer {
   // UNAUTHENTICATED: no identity.
   absl::Status AdmitToMetrics(const std::string& identity) const;
 
-  // Tells the audit log how the call was answered, if the log has such calls.
+  // Writes to the audit log how the call was answered, if the log has such calls.
   void AuditAnswer(const RequestContext& request_context, const Peer& peer,
                    const absl::Status& answer) const;
 
   absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
 
  private:
-  // OK: some rule names the caller, or it has a lease, which an earlier policy let it get.
+  // OK: some rule names the caller, or the caller has a lease, under an earlier policy.
   absl::Status CheckKnown(const Policy& policy, const Principal& caller) const;
-  // Tells the guard what a call says of its connection.
+  // Reports to the guard whether a call proves or discredits its connection.
   void Judge(const grpc::ServerContextBase& context, const absl::StatusOr<Peer>& peer,
              const absl::Status& allowed) const;
   absl::StatusOr<Peer> Recognise(const grpc::ServerContextBase& context) const;
@@ -100,7 +100,7 @@ class Authorizer {
 
 Principal PrincipalOf(const Peer& peer);
 
-// The authorizer as links ask it. `authorizer` must outlive the result.
+// Returns the function by which PeerService asks who links; `authorizer` must outlive it.
 LinkAuthorizer LinkAuthorizerOf(const Authorizer* authorizer);
 
 }  // namespace refitd

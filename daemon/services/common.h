@@ -4,9 +4,9 @@
 // Threads: code here runs on gRPC's callback threads and on the threads of callers that reply.
 // Handlers never block, and none of them knows a group's logic.
 //
-// Functions that gRPC calls are noexcept: gRPC swallows an exception of a callback, and a state
-// machine left in the middle of an event would serve no one any more. The process ends instead, and
-// its members attach to its successor (P4).
+// Functions that gRPC calls are noexcept: gRPC would swallow an exception of a callback, and a
+// state machine left in the middle of an event would serve nobody. So the process ends, and its
+// members attach to its successor (P4).
 #ifndef REFITD_DAEMON_SERVICES_COMMON_H_
 #define REFITD_DAEMON_SERVICES_COMMON_H_
 
@@ -249,8 +249,7 @@ class EventStream {
   grpc::Status end_ ABSL_GUARDED_BY(mutex_);
 };
 
-// The daemon's end of an event stream: `Translate(value)` makes the message of what the daemon
-// tells.
+// The daemon's end of an event stream: `Translate(value)` makes the message of a value.
 template <typename Value, auto Translate, typename Stream>
 class StreamSink : public EventSink<Value> {
  public:

@@ -26,19 +26,20 @@ struct EngineRole {
   static bool Answer(Daemon* daemon, MemberId member, const Message& message) {
     switch (message.kind_case()) {
       case Message::kReady:
-        daemon->calls().Happened(member, ReadyEvent{member, UpdateId(message.ready().update_id())});
+        daemon->calls().HandleEngineEvent(
+            member, ReadyEvent{member, UpdateId(message.ready().update_id())});
         return true;
       case Message::kAck: {
         const v1::Ack& ack = message.ack();
         if (ack.part() < 0) return true;  // ignored like any part that was not handed out
-        daemon->calls().Happened(member,
-                                 AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
+        daemon->calls().HandleEngineEvent(
+            member, AckEvent{member, UpdateId(ack.update_id()), PartSeq(ack.part())});
         return true;
       }
       case Message::kFailed: {
         const v1::Failed& failed = message.failed();
         // The rank did fail, so a text that would be refused elsewhere is cleaned here.
-        daemon->calls().Happened(
+        daemon->calls().HandleEngineEvent(
             member, EngineFailed{member, UpdateId(failed.update_id()),
                                  CleanText(Escaped(failed.reason()), kMaxReasonBytes)});
         return true;

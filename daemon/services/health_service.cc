@@ -36,8 +36,8 @@ HealthCheckResponse ResponseOf(InstanceHealth health) {
   return ResponseOf(HealthCheckResponse::SERVICE_UNKNOWN);
 }
 
-// The question to the authorizer about a request for this name.
-RequestContext AskedFor(const absl::StatusOr<HealthName>& name, Rpc daemon, Rpc instance) {
+// The request context of a request for this name.
+RequestContext ContextOf(const absl::StatusOr<HealthName>& name, Rpc daemon, Rpc instance) {
   if (!name.ok() || name->group.empty()) return {.rpc = daemon};
   return {.rpc = instance, .group = name->group};
 }
@@ -65,7 +65,7 @@ struct HealthService::State {
   bool serving ABSL_GUARDED_BY(mutex) = true;
   std::map<std::shared_ptr<Stream>, std::string> watchers ABSL_GUARDED_BY(mutex);  // identities
 
-  // Whether the identity may watch too.
+  // OK: the identity may have one more watcher.
   absl::Status CheckRoom(const std::string& identity) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     const auto held = std::count_if(watchers.begin(), watchers.end(),
                                     [&](const auto& entry) { return entry.second == identity; });
@@ -149,7 +149,7 @@ grpc::ServerUnaryReactor* HealthService::Check(grpc::CallbackServerContext* cont
                                                HealthCheckResponse* response) noexcept {
   const absl::StatusOr<HealthName> name = ParseHealthName(request->service());
   const RequestContext request_context =
-      AskedFor(name, Rpc::kHealthCheck, Rpc::kHealthCheckInstance);
+      ContextOf(name, Rpc::kHealthCheck, Rpc::kHealthCheckInstance);
   return AnswerNow(*authorizer_, context, request_context, response,
                    [&](const Peer&) -> absl::StatusOr<HealthCheckResponse> {
                      REFITD_RETURN_IF_ERROR(name.status());
@@ -169,7 +169,7 @@ grpc::ServerWriteReactor<HealthCheckResponse>* HealthService::Watch(
     grpc::CallbackServerContext* context, const HealthCheckRequest* request) noexcept {
   const absl::StatusOr<HealthName> name = ParseHealthName(request->service());
   absl::StatusOr<Peer> admitted =
-      authorizer_->Admit(*context, AskedFor(name, Rpc::kHealthWatch, Rpc::kHealthWatchInstance));
+      authorizer_->Admit(*context, ContextOf(name, Rpc::kHealthWatch, Rpc::kHealthWatchInstance));
   if (admitted.ok() && absl::IsInvalidArgument(name.status())) admitted = name.status();
   if (name.ok() && !name->group.empty()) {
     return new InstanceWatcher(daemon_, context, admitted, *name);

@@ -27,7 +27,7 @@ namespace refitd {
 
 class Daemon;
 
-// Watchers of the daemon at a time; further ones get RESOURCE_EXHAUSTED (P10).
+// The most watchers of the daemon at a time; further ones get RESOURCE_EXHAUSTED (P10).
 // InstanceReadiness::kMaxWatchers bounds those of instances.
 inline constexpr size_t kMaxHealthWatchers = 64;
 
@@ -49,14 +49,14 @@ class HealthService final : public grpc::health::v1::Health::CallbackService {
   grpc::ServerUnaryReactor* Check(
       grpc::CallbackServerContext* context, const grpc::health::v1::HealthCheckRequest* request,
       grpc::health::v1::HealthCheckResponse* response) noexcept override;
-  // A name that is not known, or is not known any more, is answered SERVICE_UNKNOWN. The watch goes
-  // on, since the name may become known.
+  // An unknown name gets SERVICE_UNKNOWN, and so does a name that becomes unknown. The watch goes
+  // on, since the name may become known later.
   grpc::ServerWriteReactor<grpc::health::v1::HealthCheckResponse>* Watch(
       grpc::CallbackServerContext* context,
       const grpc::health::v1::HealthCheckRequest* request) noexcept override;
 
-  // From now on the daemon serves no more; watchers of the daemon hear of it. Instances are told as
-  // before, since engines go on with the version that they hold.
+  // Ends the daemon's serving, and sends that to its watchers. Watchers of instances get no change,
+  // since engines go on with the version that they hold.
   void StopServing();
 
  private:

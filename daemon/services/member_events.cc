@@ -49,7 +49,7 @@ void Fill(const PartNews& news, v1::BucketReady* bucket) {
 
 // Makes the event of each kind of news.
 template <typename Event>
-struct Teller {
+struct EventMaker {
   static constexpr bool kEngine = std::is_same_v<Event, v1::EngineEvent>;
   Event event;
 
@@ -71,9 +71,9 @@ struct Teller {
 
 template <typename Event>
 Event MemberEventOf(const MemberNews& news) {
-  Teller<Event> teller;
-  std::visit(teller, news);
-  return std::move(teller.event);
+  EventMaker<Event> maker;
+  std::visit(maker, news);
+  return std::move(maker.event);
 }
 template v1::EngineEvent MemberEventOf(const MemberNews& news);
 template v1::TrainerEvent MemberEventOf(const MemberNews& news);

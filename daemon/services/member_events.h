@@ -10,8 +10,8 @@
 
 namespace refitd {
 
-// `Event` is v1::EngineEvent or v1::TrainerEvent. Aborts the process on news that only engines are
-// told, if the event is a trainer's.
+// `Event` is v1::EngineEvent or v1::TrainerEvent. Aborts the process on news for engines only, if
+// the event is a trainer's.
 template <typename Event>
 Event MemberEventOf(const MemberNews& news);
 

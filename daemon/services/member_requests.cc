@@ -60,6 +60,8 @@ absl::Status NoDelivery(v1::Delivery given) {
   return InvalidField("delivery", "delivery: {} is neither {}", static_cast<int>(given), known);
 }
 
+// Checks an engine's hello field by field. A manifest with too many tensors is refused later, by
+// the group (EngineIdentity::refused).
 absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Peer& peer) {
   REFITD_RETURN_IF_ERROR(CheckHello(hello));
   REFITD_RETURN_IF_ERROR(CheckName(hello.instance(), "instance"));

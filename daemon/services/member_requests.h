@@ -19,7 +19,7 @@ namespace refitd {
 absl::StatusOr<Arrival> ArrivalOf(const v1::TrainerHello& hello, const Peer& peer);
 absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer);
 
-// The caller, with the lease that the request presents.
+// The peer as a caller with the lease that the request presents.
 Caller CallerOf(const v1::Lease& lease, const Peer& peer);
 
 // The result points into the request.

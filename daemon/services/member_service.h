@@ -32,7 +32,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
   }
 
   void OnReadDone(bool ok) noexcept override {
-    // The stream ended or was cancelled; the decoder tells which by the last chunk.
+    // The stream ended or was cancelled: a cancelled one lacks the last chunk, and Finish fails.
     if (!ok) return Register();
     if (first_) {
       caller_ = CallerOf(chunk_.lease(), *peer_);
@@ -47,7 +47,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
   void OnDone() noexcept override { delete this; }
 
  private:
-  // P10: what a chunk becomes is counted before the next one is asked for.
+  // P10: the bytes of a decoded chunk are counted before the next chunk is asked for.
   absl::Status Take() {
     REFITD_RETURN_IF_ERROR(decoder_.Add(chunk_));
     return hold_.GrowTo(decoder_.bytes());

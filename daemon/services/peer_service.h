@@ -20,7 +20,7 @@ struct LinkCaller {
   std::string identity{};  // of its certificate; empty: no TLS
   // OK: the daemon may link to this group.
   std::function<absl::Status(const std::string& group)> enter;
-  // Tells the audit log why a link to this group was refused later. Null: nobody is told.
+  // Writes to the audit log why a link to this group was refused later. Null: there is no log.
   std::function<void(const std::string& group, const absl::Status& why)> refused{};
 };
 // Asks who links. An error refuses the link.

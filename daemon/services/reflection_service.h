@@ -1,5 +1,5 @@
-// grpc.reflection.v1alpha.ServerReflection: tells which services the server has, and their
-// descriptors. It takes the place of gRPC's own service, which does not ask who calls.
+// grpc.reflection.v1alpha.ServerReflection: lists the server's services and their descriptors. It
+// takes the place of gRPC's own service, which does not ask who calls.
 #ifndef REFITD_DAEMON_SERVICES_REFLECTION_SERVICE_H_
 #define REFITD_DAEMON_SERVICES_REFLECTION_SERVICE_H_
 

@@ -1,5 +1,5 @@
 // The services of members and operators, refitd.v1.Trainer, Engine and Operator, over the daemon:
-// they check the authorizer and translate.
+// they ask the authorizer, and translate.
 #ifndef REFITD_DAEMON_SERVICES_SERVICES_H_
 #define REFITD_DAEMON_SERVICES_SERVICES_H_
 

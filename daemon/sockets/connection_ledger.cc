@@ -93,7 +93,7 @@ std::string ConnectionLedger::Excess(const Connection& connection) {
 void ConnectionLedger::CheckAccount(const Accounts::iterator& account) {
   const int64_t streams = LimitOf(account->second, kIdentityStreams, kFloodedStreams);
   if (account->second.streams > streams) {
-    return EndMost(
+    return EndLargest(
         account,
         fmt::format("more than {} streams that no call explains, of {}", streams, account->first),
         [](const Connection& each) { return each.streams; });
@@ -101,9 +101,10 @@ void ConnectionLedger::CheckAccount(const Accounts::iterator& account) {
   const int64_t bytes =
       LimitOf(account->second, identity_message_bytes_, identity_message_bytes_ / 4);
   if (account->second.message_bytes > bytes) {
-    EndMost(account,
-            fmt::format("more than {} bytes of unfinished messages, of {}", bytes, account->first),
-            [](const Connection& each) { return each.scanner.message_bytes(); });
+    EndLargest(
+        account,
+        fmt::format("more than {} bytes of unfinished messages, of {}", bytes, account->first),
+        [](const Connection& each) { return each.scanner.message_bytes(); });
   }
 }
 
@@ -112,14 +113,14 @@ int64_t ConnectionLedger::LimitOf(const Account& account, int64_t most, int64_t 
   return floods ? flooded : most;
 }
 
-void ConnectionLedger::EndMost(const Accounts::iterator& account, const std::string& why,
-                               int64_t (*share)(const Connection&)) {
-  auto most = connections_.end();
+void ConnectionLedger::EndLargest(const Accounts::iterator& account, const std::string& why,
+                                  int64_t (*use)(const Connection&)) {
+  auto largest = connections_.end();
   for (auto it = connections_.begin(); it != connections_.end(); ++it) {
     if (it->second.ended || it->second.account != account) continue;
-    if (most == connections_.end() || share(it->second) > share(most->second)) most = it;
+    if (largest == connections_.end() || use(it->second) > use(largest->second)) largest = it;
   }
-  if (most != connections_.end()) EndFlood(most->first, &most->second, why);
+  if (largest != connections_.end()) EndFlood(largest->first, &largest->second, why);
 }
 
 // A stream is taken off the count when a handler gets its call: the count is of streams of which no

@@ -137,8 +137,10 @@ class ConnectionLedger {
   void End(Id id, Connection* connection, std::string why);
   // The same, and counts it against the source.
   void EndFlood(Id id, Connection* connection, std::string why);
-  void EndMost(const Accounts::iterator& account, const std::string& why,
-               int64_t (*share)(const Connection&));
+  // Ends the connection that uses most of the account, as `use` measures, and counts it against the
+  // source.
+  void EndLargest(const Accounts::iterator& account, const std::string& why,
+                  int64_t (*use)(const Connection&));
   void CheckAccount(const Accounts::iterator& account);
   int64_t LimitOf(const Account& account, int64_t most, int64_t flooded) const;
   void Explain(Connection* connection);

@@ -14,12 +14,12 @@ the median over rounds of what the commit says it took; the first version, for w
 Two figures stand beside each time: what one engine node took, and the time of one link at its rate, which no way of
 sending can beat.
 
-With --catch-up, GIVERS engine nodes hold a version, and LATE others start their engines at the same moment: the group brings
+With --catch-up, SOURCES engine nodes hold a version, and LATE others start their engines at the same moment: the group brings
 them. A figure is the time from the start of their processes, which comes before they attach, until the last of them has
 committed; each then compares its memory with the checkpoint. Beside it stand the bytes that crossed the busiest link
 meanwhile, in one direction and with all headers, against the size of one late instance's weights.
 
-With --way source, one late node is filled while a process reads memory as fast as it can: its rate in catch-ups against its
+With --way source, one late node catches up while a process reads memory as fast as it can: its rate in catch-ups against its
 rate before and after them. All nodes share this host's processors, so the loss includes what all daemons take, not only
 those of the source instances.
 
@@ -252,7 +252,7 @@ class Fleet:
                     verified.add(instance)
             time.sleep(POLL)
         last = max(committed.values())
-        catch_up = Fill(began, last, last - min(attached.values()), {k: traffic[k] - before[k] for k in before})
+        catch_up = CatchUp(began, last, last - min(attached.values()), {k: traffic[k] - before[k] for k in before})
         for process in started.values():
             process.kill()
             process.wait()
@@ -311,7 +311,7 @@ def bench_catch_ups(checkpoint: str, size: int, options: argparse.Namespace) -> 
             catch_ups = []
             for _ in range(options.rounds):
                 number += 1
-                catch_ups.append(fleet.fill(late, number))
+                catch_ups.append(fleet.catch_up(late, number))
             seconds = statistics.median(catch_up.seconds() for catch_up in catch_ups)
             since = statistics.median(catch_up.since_attached for catch_up in catch_ups)
             worst = max(catch_ups, key=lambda catch_up: catch_up.traffic[catch_up.busiest])
@@ -377,7 +377,7 @@ def bench_source(checkpoint: str, options: argparse.Namespace) -> bool:
             for number in range(options.rounds):
                 start = time.monotonic()
                 time.sleep(READER_SECONDS)
-                catch_up = fleet.fill(1, number)
+                catch_up = fleet.catch_up(1, number)
                 quiet = time.monotonic()
                 time.sleep(READER_SECONDS)
                 # The time since the late instance attached, without the start of its process.

@@ -168,8 +168,8 @@ class RulesTest(unittest.TestCase):
 
     def test_each_has_its_section_in_the_runbook_and_leads_there(self):
         with open(RUNBOOK) as file:
-            sections = re.split(r"^## (.*)$", file.read(), flags=re.MULTILINE)[1:]
-        sections = {name: text for name, text in zip(sections[::2], sections[1::2]) if name.startswith("Refitd")}
+            texts = re.split(r"^## (.*)$", file.read(), flags=re.MULTILINE)[1:]
+        sections = {name: text for name, text in zip(texts[::2], texts[1::2]) if name.startswith("Refitd")}
         self.assertEqual(list(sections), [rule["alert"] for rule in self.group["rules"]])
         for name, text in sections.items():
             parts = [text.find("**%s**" % part) for part in ("Means", "Look at", "Do")]

@@ -37,16 +37,21 @@ class Rank {
  public:
   Rank(client::ConnectOptions connect, const std::string& instance, client::Delivery delivery,
        const Model& model)
-      : model_(model), delivery_(delivery), held_(HoldWhole(model)) {
-    client::EngineOptions options{
-        .connect = std::move(connect), .instance = instance, .delivery = delivery};
+      : Rank({.connect = std::move(connect), .instance = instance, .delivery = delivery}, model,
+             HoldWhole(model), /*arena=*/false) {}
+  // `arena`: the rank's weights lie in an arena, which is checked whenever the rank is idle too.
+  Rank(client::EngineOptions options, const Model& model, Held held, bool arena)
+      : model_(model), delivery_(options.delivery), arena_(arena), held_(std::move(held)) {
+    const client::Delivery delivery = options.delivery;
     if (delivery == client::Delivery::kLoader) options.manifest = model;
     auto engine = client::Engine::Attach(options);
     INFO(engine.status());
     REQUIRE(engine.ok());
     engine_ = *std::move(engine);
     if (delivery == client::Delivery::kInPlace) {
-      auto region = engine_->NewRegion(held_.region_bytes);
+      auto region =
+          arena ? engine_->NewArena(held_.region_bytes) : engine_->NewRegion(held_.region_bytes);
+      INFO(region.status());
       REQUIRE(region.ok());
       region_ = *std::move(region);
       const std::string empty = EmptyImage(held_.region_bytes);
@@ -68,6 +73,12 @@ class Rank {
   client::Engine& engine() { return *engine_; }
   // In-place delivery: the memory of its layout.
   const char* memory() const { return region_->data(); }
+  // From now on the rank fails updates when it has flipped, or before it flips.
+  enum class Flips : uint8_t { kWell, kFails, kNever };
+  void Flip(Flips how) {
+    MutexLock lock(&mutex_);
+    flips_ = how;
+  }
   const Layout& layout() const { return held_.layout; }
 
   // Keeps back the answer to Prepare until Let.
@@ -83,6 +94,8 @@ class Rank {
 
   struct Seen {
     int prepares = 0;
+    int flips = 0;   // prepares with `flip`
+    int checks = 0;  // of an arena, while the rank was idle
     int losses = 0;
     Weights lost_weights = Weights::kClean;  // its weights at the last loss
     int reattached = 0;
@@ -127,14 +140,26 @@ class Rank {
     }
   }
 
-  absl::Status On(const client::Nothing&) { return absl::OkStatus(); }
+  absl::Status On(const client::Nothing&) {
+    if (!arena_ || engine_->weights() != Weights::kClean) return absl::OkStatus();
+    CheckClean();
+    MutexLock lock(&mutex_);
+    ++seen_.checks;
+    return absl::OkStatus();
+  }
   absl::Status On(const client::Draining&) { return absl::OkStatus(); }
   absl::Status On(const client::Prepare& prepare) {
+    Flips how = Flips::kWell;
     {
       MutexLock lock(&mutex_);
       ++seen_.prepares;
+      seen_.flips += prepare.flip ? 1 : 0;
       while (hold_) cond_.Wait(&mutex_);
+      how = flips_;
     }
+    if (arena_) CheckClean();  // nothing was written to what it reads
+    if (how == Flips::kNever) return absl::OkStatus();
+    if (how == Flips::kFails) return engine_->Fail(prepare.version, "planted");
     return engine_->Ready(prepare.version);
   }
   absl::Status On(const client::Part& part) {
@@ -180,8 +205,12 @@ class Rank {
 
   // Checks that the weights are good, since the rank may report them as good.
   void CheckClean() {
-    if (engine_->weights() != Weights::kClean) return Wrong("the weights are not good");
-    const std::optional<Version> version = engine_->version();
+    const Weights weights = engine_->weights();
+    if (weights != Weights::kClean && !(arena_ && weights == Weights::kPaused)) {
+      return Wrong("the weights are not good");
+    }
+    const std::optional<Version> version =
+        weights == Weights::kPaused ? seen().committed : engine_->version();
     std::vector<std::string> bytes;
     if (version) bytes = BytesOf(model_, version->value());
     if (delivery_ == client::Delivery::kLoader) {
@@ -202,6 +231,7 @@ class Rank {
 
   const Model model_;
   const client::Delivery delivery_;
+  const bool arena_;
   Held held_;
   std::unique_ptr<client::Engine> engine_;
   std::shared_ptr<client::Region> region_;
@@ -213,6 +243,7 @@ class Rank {
   CondVar cond_;
   bool hold_ ABSL_GUARDED_BY(mutex_) = false;
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
+  Flips flips_ ABSL_GUARDED_BY(mutex_) = Flips::kWell;
   Seen seen_ ABSL_GUARDED_BY(mutex_);
   std::thread thread_;
 };

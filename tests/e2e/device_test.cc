@@ -788,26 +788,36 @@ TEST_CASE("without a word on verification the first update is read back, later o
 // An engine of the client library that answers by itself.
 class ClientEngine {
  public:
-  ClientEngine(LocalDaemon* daemon, const Model& model) : held_(HoldWhole(model)) {
+  // `arena`: its memory has two sides.
+  ClientEngine(LocalDaemon* daemon, const Model& model, bool arena) : held_(HoldWhole(model)) {
     client::EngineOptions options;
     options.connect.socket = daemon->socket();
     options.connect.group = "g";
     options.connect.spec = client::GroupSpec{};
     options.connect.device = daemon->uuid(0);
+    options.connect.cuda_library = FakeCuda::Path();
     options.instance = "i";
     auto engine = client::Engine::Attach(options);
     INFO(engine.status());
     REQUIRE(engine.ok());
     engine_ = *std::move(engine);
-    int fd = -1;
-    bytes_ = (held_.region_bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
-    memory_ = daemon->fake().ExportVmm(0, bytes_, &fd);
-    auto region = engine_->AddCudaRegion(UniqueFd(fd), bytes_);
-    INFO(region.status());
-    REQUIRE(region.ok());
-    region_ = *std::move(region);
-    CHECK(region_->data() == nullptr);
-    CHECK(region_->bytes() == bytes_);
+    const int64_t bytes = (held_.region_bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
+    if (arena) {
+      auto made = engine_->NewArena(held_.region_bytes);
+      INFO(made.status());
+      REQUIRE(made.ok());
+      region_ = *std::move(made);
+      memory_ = region_->data();
+    } else {
+      int fd = -1;
+      memory_ = daemon->fake().ExportVmm(0, bytes, &fd);
+      auto region = engine_->AddCudaRegion(UniqueFd(fd), bytes);
+      INFO(region.status());
+      REQUIRE(region.ok());
+      region_ = *std::move(region);
+      CHECK(region_->data() == nullptr);
+    }
+    CHECK(region_->bytes() == bytes);
     const std::string empty = EmptyImage(held_.region_bytes);
     std::memcpy(memory_, empty.data(), empty.size());
     for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
@@ -835,7 +845,6 @@ class ClientEngine {
     }
   }
   Held held_;
-  int64_t bytes_ = 0;
   char* memory_ = nullptr;
   std::unique_ptr<client::Engine> engine_;
   std::shared_ptr<client::Region> region_;
@@ -846,8 +855,9 @@ class ClientEngine {
 TEST_CASE("compiled refits between GPUs through the client library, version after version") {
   LocalDaemon daemon;
   const Model model = MixedModel();
+  const bool arena = GENERATE(false, true);
   {
-    ClientEngine engine(&daemon, model);
+    ClientEngine engine(&daemon, model, arena);
     client::TrainerOptions options;
     options.connect.socket = daemon.socket();
     options.connect.group = "g";
@@ -867,7 +877,7 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
     CHECK((*region)->data() == nullptr);
     for (Piece& piece : shards.layout.pieces) piece.region = (*region)->id();
     REQUIRE((*trainer)->Register(shards.layout).ok());
-    for (int64_t version = 1; version <= 3; ++version) {
+    for (int64_t version = 1; version <= 5; ++version) {
       const std::string image = ExpectedImage(EmptyImage(shards.region_bytes), shards.layout, model,
                                               BytesOf(model, version));
       std::memcpy(source.data, image.data(), image.size());

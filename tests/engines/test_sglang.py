@@ -86,7 +86,8 @@ def test_random_weights_generated_from_after_their_memory_was_released(folder: P
                 update(engine, trainer, version, checkpoint)
                 tokens.append(engine.call("generate"))
             assert tokens[0] != tokens[1], "the two checkpoints give the same tokens: the test could not fail"
-            for order in ([["kv_cache"]], [None], [["kv_cache"], ["weights"]]):
+            orders: tuple[list[list[str] | None], ...] = ([["kv_cache"]], [None], [["kv_cache"], ["weights"]])
+            for order in orders:
                 for tags in order:
                     engine.call("release", tags)
                     with pytest.raises(EngineFailed, match=refused):

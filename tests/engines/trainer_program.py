@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import refitd
 from engine_program import serve_commands
-from refitd.serving import DTYPES, _header
+from refitd.serving import DTYPES, _read_header
 
 # Far smaller than the model, so that an update has many parts.
 SLOT_BYTES = 1 << 18
@@ -25,7 +25,7 @@ def tensors_of(checkpoint: str) -> Iterator[tuple[str, Any, str, list[int]]]:
     with open(path, "rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
     data = numpy.memmap(path, numpy.uint8, "r")
-    for name, entry in sorted(_header(path).items()):
+    for name, entry in sorted(_read_header(path).items()):
         first, end = entry["data_offsets"]
         yield name, data[start + first : start + end], DTYPES[entry["dtype"]], entry["shape"]
 

@@ -65,7 +65,7 @@ struct Command {
     if (result != CUDA_SUCCESS) Die(Message(api->Check(call, result)));
   };
   check("cuInit", api->cuInit(0));
-  CudaContexts contexts(*api, 64);
+  CudaContexts contexts(*api, 64, /*own=*/true);
   std::vector<std::pair<int, CUdeviceptr>> blocks;
   Command command;
   while (read(fd, &command, sizeof(command)) == sizeof(command)) {

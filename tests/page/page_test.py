@@ -12,6 +12,7 @@ import tempfile
 import unittest
 from itertools import pairwise
 
+import grpc
 from browser import Browser
 from daemon import CHILD_SECONDS, Daemon
 from refitd.v1 import operator_pb2, operator_pb2_grpc
@@ -73,6 +74,14 @@ class Paged(Daemon):
 
 class PageTest(unittest.TestCase):
     """One browser and two daemons for all tests; each test opens the page anew."""
+
+    checkpoint: str
+    browser: Browser
+    a: Paged
+    b: Paged
+    version: int
+    channel: grpc.Channel
+    trainer: StubTrainer
 
     @classmethod
     def setUpClass(cls):

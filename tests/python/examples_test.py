@@ -8,6 +8,8 @@ VERSIONS = "3"
 
 
 class ExamplesTest(unittest.TestCase):
+    daemon: Daemon
+
     @classmethod
     def setUpClass(cls):
         cls.daemon = Daemon()

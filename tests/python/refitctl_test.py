@@ -54,6 +54,9 @@ class Engine(Child):
 
 
 class RefitctlTest(unittest.TestCase):
+    folder: str
+    daemon: Daemon
+
     @classmethod
     def setUpClass(cls):
         cls.folder = tempfile.mkdtemp(prefix="refitd-", dir="/tmp")

@@ -23,6 +23,8 @@ def run(socket, *arguments):
 
 
 class ReflectionTest(unittest.TestCase):
+    daemon: Daemon
+
     @classmethod
     def setUpClass(cls):
         cls.daemon = Daemon()

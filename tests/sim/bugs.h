@@ -18,7 +18,7 @@ struct Planted {
   uint64_t first = 0;         // the first of them
 };
 
-inline constexpr std::array<Planted, 31> kPlanted = {{
+inline constexpr std::array<Planted, 36> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenUnknown, "forgotten-unknown", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -51,6 +51,11 @@ inline constexpr std::array<Planted, 31> kPlanted = {{
     {Bug::kTwiceStored, "twice-stored", "P1 REST", 1000},
     {Bug::kTakeover, "takeover", "P9", 2000},
     {Bug::kOwnerElsewhere, "owner-on-another-daemon", "P9", 2000},
+    {Bug::kEarlyFlip, "early-flip", "P1 P2", 500},
+    {Bug::kHalfFlip, "half-flip", "P1", 500},
+    {Bug::kStaleSide, "stale-side", "P1 P2", 500},
+    {Bug::kKeptSide, "kept-side", "P1 P2", 1000},
+    {Bug::kNoWayBack, "no-way-back", "P2", 2000},
 }};
 
 }  // namespace refitd::sim

@@ -149,6 +149,7 @@ void World::MakeScenario() {
       seat.delivery = registered ? DeliveryMode::kInPlace : DeliveryMode::kLoader;
       seat.manifest = seat.delivery == DeliveryMode::kLoader && random_.Percent(50);
       seat.catch_up = registered && random_.Percent(75);
+      seat.shadowed = registered && (options_.seed / 2 + static_cast<uint64_t>(i)) % 5 < 2;
       const int first = random_.Int(0, daemons - 1);
       for (int rank = 0; rank < seat.world_size; ++rank) {
         seat.rank = rank;

@@ -75,24 +75,15 @@ class World::Memory : public MemoryResolver {
   std::optional<SlotIndex> forwarded;  // the slot from which a pack forwards, for kEarlyForward
 
   absl::StatusOr<MemorySpan> Region(MemberId member, RegionId region) const override {
+    return Side(member, region, /*back=*/false);
+  }
+  absl::StatusOr<MemorySpan> Destination(MemberId member, RegionId region) const override {
+    return Side(member, region, /*back=*/true);
+  }
+  bool Flipped(MemberId member) const override {
     const auto found = world_.DaemonAt(d_).members.find(member);
-    if (found == world_.DaemonAt(d_).members.end()) {
-      return Error(absl::StatusCode::kNotFound, "member {} is gone", member);
-    }
-    Process& p = world_.ProcessOf(found->second.pid);
-    const size_t index = region.value() - 1;
-    if (!world_.SeatOf(p).trainer) {
-      return SpanOf(&p.cells.at(index), world_.OriginOf(p.pid, index, 0));
-    }
-    std::shared_ptr<Shard> shard = p.shards.at(index);
-    if (world_.options_.bug == Bug::kOldBinding) {
-      shard = *std::find_if(p.shards.begin(), p.shards.end(), [&](const auto& old) {
-        return SameStructure(*old->layout, *shard->layout);
-      });
-    }
-    if (shard->in_pid == 0) return SpanOf(&shard->cells, world_.OriginOf(p.pid, index, 0));
-    return SpanOf(&shard->cells,
-                  world_.OriginOf(shard->in_pid, shard->in_region, shard->in_element));
+    return world_.options_.bug != Bug::kKeptSide && found != world_.DaemonAt(d_).members.end() &&
+           Exchanged(found->second);
   }
   absl::StatusOr<MemorySpan> Slot(SlotIndex slot) const override {
     Pool& pool = *world_.Find(d_, g_)->pool;
@@ -110,7 +101,36 @@ class World::Memory : public MemoryResolver {
     return {reinterpret_cast<char*>(cells->data()),
             static_cast<int64_t>(cells->size()) * kElementBytes, nullptr, origin};
   }
-
+  static bool Exchanged(const DaemonMember& member) {
+    return (member.flips - member.flips_of_layout) % 2 == 1;
+  }
+  // What the daemon takes for the region, or for its back.
+  absl::StatusOr<MemorySpan> Side(MemberId member, RegionId region, bool back) const {
+    const auto found = world_.DaemonAt(d_).members.find(member);
+    if (found == world_.DaemonAt(d_).members.end()) {
+      return Error(absl::StatusCode::kNotFound, "member {} is gone", member);
+    }
+    Process& p = world_.ProcessOf(found->second.pid);
+    const size_t index = region.value() - 1;
+    if (!world_.SeatOf(p).trainer) {
+      if (!world_.SeatOf(p).shadowed) {
+        return SpanOf(&p.cells.at(index), world_.OriginOf(p.pid, index, 0));
+      }
+      const bool exchanged = world_.options_.bug != Bug::kStaleSide && Exchanged(found->second);
+      const bool second = found->second.second_side ^ exchanged ^ back;
+      std::vector<Tag>& cells = second == p.second_side ? p.cells.at(index) : p.back.at(index);
+      return SpanOf(&cells, world_.OriginOf(p.pid, index + (second ? 1000 : 0), 0));
+    }
+    std::shared_ptr<Shard> shard = p.shards.at(index);
+    if (world_.options_.bug == Bug::kOldBinding) {
+      shard = *std::find_if(p.shards.begin(), p.shards.end(), [&](const auto& old) {
+        return SameStructure(*old->layout, *shard->layout);
+      });
+    }
+    if (shard->in_pid == 0) return SpanOf(&shard->cells, world_.OriginOf(p.pid, index, 0));
+    return SpanOf(&shard->cells,
+                  world_.OriginOf(shard->in_pid, shard->in_region, shard->in_element));
+  }
   World& world_;
   const int d_;
   const int g_;
@@ -271,7 +291,12 @@ void World::On(int d, int g, const StartVerify& a) {
   const auto work = NewWork(d, g, a, fmt::format("the read-back of update {}", a.update));
   if (!FindDestinations(work.get(), a.destinations, a.skip_destination)) return;
   for (size_t k = 0; k < a.destinations.size(); ++k) {
-    if (work->pids[k] == 0 || options_.bug != Bug::kEarlyCommitted) continue;
+    if (work->pids[k] == 0) continue;
+    if (Process& p = ProcessOf(work->pids[k]);
+        options_.bug == Bug::kEarlyFlip && SeatOf(p).shadowed) {
+      Flip(&p);
+    }
+    if (options_.bug != Bug::kEarlyCommitted) continue;
     Hear(d, a.destinations[k], [this, version = a.version](Process* p) {
       HearOutcome(p->pid, true, version, false, true);
     });
@@ -331,6 +356,14 @@ bool World::Skips(const Work& work, const BoundMove& move) {
   return first == a->round;
 }
 
+// Whether the engine reads its weights there, so that it is not a back.
+bool World::Reads(const Process& p, const char* address) {
+  return std::any_of(p.cells.begin(), p.cells.end(), [address](const std::vector<Tag>& cells) {
+    const auto* const begin = reinterpret_cast<const char*>(cells.data());
+    return address >= begin && address < begin + cells.size() * sizeof(Tag);
+  });
+}
+
 // Makes the first half of every move, or all of it.
 void World::RunWork(const Work& work, bool end) {
   for (const BoundMove& move : work.moves.moves) {
@@ -338,8 +371,9 @@ void World::RunWork(const Work& work, bool end) {
     int64_t elements = ElementCount(*move.box) * ElementBytes(move.source->dtype) / kElementBytes;
     if (!end) elements /= 2;
     const Process* const p = work.WrittenBy(move) == 0 ? nullptr : &ProcessOf(work.WrittenBy(move));
-    // P2: nothing may write to an engine that serves.
-    if (elements > 0 && p != nullptr && p->alive && !p->weights_unknown && p->holds.has_value()) {
+    // P2: nothing may write to what an engine serves.
+    if (elements > 0 && p != nullptr && p->alive && !p->weights_unknown && p->holds.has_value() &&
+        Reads(*p, move.to_address())) {
       return Violate("P2", fmt::format("{} writes to pid {}, which serves version {}", work.what,
                                        p->pid, *p->holds));
     }

@@ -32,6 +32,14 @@ uint32_t World::TensorOf(int g, const std::string& name) const {
   return 0;
 }
 
+bool World::Holds(const Process& p, Version version) const {
+  if (TrueVersion(p, nullptr) == version) return true;
+  if (!p.flipped && !p.undecided) return false;
+  Process back = p;
+  Flip(&back);
+  return TrueVersion(back, nullptr) == version;
+}
+
 std::optional<Version> World::TrueVersion(const Process& p, uint32_t* round) const {
   std::optional<Tag> first;
   for (uint32_t t = 0; t < p.cells.size(); ++t) {
@@ -101,6 +109,7 @@ int World::NewProcess(int seat_index) {
       }
     }
     p.layout = std::move(layout);
+    if (seat.shadowed) p.back = p.cells;
     if (loaded) p.holds = TrueVersion(p, nullptr);
   }
   Trace("pid {} is {} of g{} on d{}", p.pid,
@@ -227,6 +236,9 @@ void World::LoseLease(int pid, const std::string& why, Duration retry) {
   // Weights that are unknown count as dirty.
   if (p.weights_unknown && options_.bug != Bug::kForgottenUnknown) p.holds.reset();
   p.weights_unknown = false;
+  p.undecided = p.undecided || p.flipped;
+  p.flipped = false;
+  p.flips = 0;
   while (!p.packs.empty()) EndPack(pid, p.packs.back().grant);
   for (const auto& shard : p.shards) Clobber(shard.get());
   p.shard.reset();
@@ -283,6 +295,10 @@ void World::HearWelcome(int pid) {
 void World::RegisterLayout(int pid) {
   LayoutRegistered e;
   e.layout = ProcessOf(pid).layout;
+  e.shadowed = SeatOf(ProcessOf(pid)).shadowed;
+  // As in a real daemon, each registration is a layout of its own, whose regions may have changed
+  // places.
+  if (e.shadowed) e.layout = std::make_shared<const Layout>(*e.layout);
   const MemberId member = ProcessOf(pid).member;
   CallDaemon(pid, Duration(0), e, nullptr,
              [this, pid, member](const absl::Status& status, const ReplyPayload&) {
@@ -338,15 +354,21 @@ void World::CheckRegistered(int g, const Round& round) {
 
 // ---- engines ----
 
-void World::HearPrepare(int pid, const SendPrepare& a) {
+void World::Flip(Process* p) {
+  p->cells.swap(p->back);
+  p->second_side = !p->second_side;
+  p->flipped = !p->flipped;
+}
+
+void World::HearPrepare(int pid, Version version, UpdateId update) {
   Process& p = ProcessOf(pid);
   if (p.weights_unknown) {
     return Violate("P3", fmt::format("pid {} hears Prepare of update {} before the outcome of the "
                                      "one before",
-                                     pid, a.update));
+                                     pid, update));
   }
-  p.prepared = a.update;
-  p.prepared_version = a.version;
+  p.prepared = update;
+  p.prepared_version = version;
   p.next_part = 0;
   Duration wait = random_.Micros(100, 15'000);
   if (random_.PerMille(chances_.late_member)) {
@@ -355,7 +377,7 @@ void World::HearPrepare(int pid, const SendPrepare& a) {
   }
   const bool fails = random_.PerMille(chances_.engine_fails);
   if (fails) Count(Fault::kEngineFailed);
-  InProcess(pid, wait, [this, pid, lease = p.lease, update = a.update, fails] {
+  InProcess(pid, wait, [this, pid, lease = p.lease, update, fails] {
     Process& q = ProcessOf(pid);
     if (q.lease != lease || q.prepared != update) return;
     if (fails) {
@@ -366,6 +388,7 @@ void World::HearPrepare(int pid, const SendPrepare& a) {
     }
     if (q.mute) return;
     q.weights_unknown = true;
+    if (SeatOf(q).shadowed && !(options_.bug == Bug::kHalfFlip && SeatOf(q).rank == 0)) Flip(&q);
     Say(pid, [this, pid, update](int d, MemberId member) {
       Feed(d, SeatOf(ProcessOf(pid)).g, GroupEvent(ReadyEvent{member, update}));
     });
@@ -425,6 +448,10 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bo
     index = i;
     if (!committed || round.outcome == Outcome::kCommitted) break;
   }
+  if (p.flipped && !committed && options_.bug != Bug::kNoWayBack) Flip(&p);
+  if (p.flipped && committed) ++p.flips;
+  p.undecided = false;
+  p.flipped = false;
   Trace("pid {} hears {} {}{}", pid, committed ? "committed" : "aborted", version,
         dirty ? ", dirty" : "");
   if (committed) {
@@ -474,6 +501,8 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
   const int d = SeatOf(p).d;
   const int g = SeatOf(p).g;
   const bool refit = std::holds_alternative<RefitEvent>(event);
+  const uint64_t flips = p.flips;
+  const bool second_side = p.second_side;
   const std::shared_ptr<const Layout> believed =
       refit && p.shard != nullptr ? p.shard->layout : nullptr;
   // Answers to an earlier lease are dropped.
@@ -493,8 +522,8 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
   if (refit) ++p.refits_out;
   InDaemon(
       d, delay + NetDelay(),
-      [this, pid, d, g, refit, believed, member = p.member, event = std::move(event),
-       source = std::move(source), heard = std::move(heard)]() mutable {
+      [this, pid, d, g, refit, believed, flips, second_side, member = p.member,
+       event = std::move(event), source = std::move(source), heard = std::move(heard)]() mutable {
         Daemon& daemon = DaemonAt(d);
         const auto it = daemon.members.find(member);
         if (it == daemon.members.end() || it->second.lost || Find(d, g) == nullptr) {
@@ -522,8 +551,13 @@ void World::CallDaemon(int pid, Duration delay, GroupEvent event, std::shared_pt
             return On(d, g,
                       Reply{call, absl::FailedPreconditionError("an older binding"), EmptyReply{}});
           }
+          if (layout->shadowed && flips != it->second.flips) {
+            return On(d, g,
+                      Reply{call, absl::FailedPreconditionError("a flip before"), EmptyReply{}});
+          }
           it->second.newest = generation;
           daemon.calls[call].layout = layout->layout;
+          daemon.calls[call].second_side = second_side;
         }
         // A registration that the daemon itself can refuse makes no event, as in the real daemon.
         if (std::holds_alternative<LayoutRegistered>(event)) {

@@ -106,7 +106,7 @@ void World::PlaceInEngine(int pid, Shard* shard) {
   for (const std::unique_ptr<Process>& engine : processes_) {
     const Seat& other = SeatOf(*engine);
     if (other.trainer || other.g != seat.g || other.d != seat.d || !engine->alive) continue;
-    if (engine->cells.empty() || engine->cells[0].size() < 2) continue;
+    if (engine->cells.empty() || engine->cells[0].size() < 2 || SeatOf(*engine).shadowed) continue;
     const size_t at = chance.hash() / 16 % (engine->cells[0].size() - 1) + 1;
     // The same elements at the same places may share memory.
     const auto same_place = [&](const Piece& piece) {
@@ -342,13 +342,14 @@ void World::On(int d, int g, const StartExchange& a) {
   const std::string where =
       fmt::format("d{} g{}: round {} of communicator {}", d, g, a.seq, a.communicator);
   const ProgramRecord* record = nullptr;
+  WireSeq first;
   for (const auto& [key, known] : programs_) {
     if (std::get<0>(key) != g || std::get<1>(key) != m->coordinator_nonce) continue;
-    if (!known.run.has_value() || known.run->communicator != a.communicator ||
-        known.run->wire_seq > a.seq) {
-      continue;
-    }
-    if (record == nullptr || record->run->wire_seq < known.run->wire_seq) record = &known;
+    const auto over = known.first_seqs.find(a.communicator);
+    if (over == known.first_seqs.end() || over->second > a.seq) continue;
+    if (record != nullptr && over->second < first) continue;
+    record = &known;
+    first = over->second;
   }
   if (record == nullptr) return Violate("P5", where + " starts, but belongs to no program");
   for (const NodeId node : record->sent) {

@@ -453,7 +453,7 @@ void World::AfterCoordinator(int d, int g) {
       if (!member.engine || member.instance != instance.name) continue;
       const Process& p = ProcessOf(member.pid);
       // Nobody can tell the group of a source instance that hides what it lost.
-      if (!p.alive || p.torn || TrueVersion(p, nullptr) == instance.version) continue;
+      if (!p.alive || p.torn || Holds(p, *instance.version)) continue;
       Violate("P2", fmt::format("g{}: instance {} is shown at version {}, but rank {} (pid {}) "
                                 "does not hold it",
                                 g, instance.name, *instance.version, member.rank, member.pid));
@@ -504,6 +504,8 @@ void World::On(int d, int g, const Reply& answer) {
   if (const auto member = daemon.members.find(call.member);
       call.layout != nullptr && a.status.ok() && member != daemon.members.end()) {
     member->second.layout = call.layout;
+    member->second.flips_of_layout = member->second.flips;
+    member->second.second_side = call.second_side;
   }
   // The trainer overwrites its shards, as it may now.
   const bool over = a.status.ok() || a.status.code() == absl::StatusCode::kAborted;
@@ -522,7 +524,16 @@ void World::On(int d, int g, const Reply& answer) {
 }
 
 void World::On(int d, int, const SendPrepare& a) {
-  Hear(d, a.member, [this, a](Process* p) { HearPrepare(p->pid, a); });
+  Hear(d, a.member, [this, a](Process* p) { HearPrepare(p->pid, a.version, a.update); });
+}
+
+void World::On(int d, int g, const SendFlip& a) {
+  if (Touches(d, a.member)) {
+    return Violate("P1", fmt::format("d{} g{}: member {} is to flip while its memory is written or "
+                                     "read back",
+                                     d, g, a.member));
+  }
+  Hear(d, a.member, [this, a](Process* p) { HearPrepare(p->pid, a.version, a.update); });
 }
 
 void World::On(int d, int g, const SendPart& a) {
@@ -535,6 +546,9 @@ void World::On(int d, int g, const SendCommitted& a) {
     return Violate("P1", fmt::format("d{} g{}: member {} is told committed while its memory is "
                                      "written or read back",
                                      d, g, a.member));
+  }
+  if (const auto it = DaemonAt(d).members.find(a.member); it != DaemonAt(d).members.end()) {
+    if (SeatOf(ProcessOf(it->second.pid)).shadowed) ++it->second.flips;
   }
   const uint64_t origin = Find(d, g)->machine->incarnation();
   const std::string owner = Find(d, g)->machine->owner();
@@ -597,8 +611,12 @@ void World::On(int d, int g, const UpdateAssembled& a) {
   round.assembled = now_;
   round.due = update.deadline;
   const MachineView view = m->machine->View(now_);
-  for (const MemberView& member : view.group.members) {
-    if (member.engine && member.state == "preparing") {
+  // An instance that is left out already has a reason.
+  const std::optional<UpdateView> running = m->machine->ViewLatest(now_);
+  REFITD_CHECK(running.has_value());
+  for (const InstanceOutcome& in : running->instances) {
+    for (const MemberView& member : view.group.members) {
+      if (!member.engine || member.instance != in.instance || !in.reason.empty()) continue;
       round.instances[member.instance].push_back(member.pid);
     }
   }
@@ -820,6 +838,7 @@ void World::On(int d, int g, const SendCommand& a) {
   } else if (const auto* run = std::get_if<StartRefit>(&a.command)) {
     record = known(run->update);
     record->run = *run;
+    record->first_seqs[run->communicator] = run->wire_seq;
     result_.reruns += run->attempt > 0 ? 1 : 0;
     result_.resumes += run->resume.value_or(0) > 0 ? 1 : 0;
     if (one_daemon_ == OneDaemon::kLost && random_.Percent(30)) {

@@ -85,6 +85,11 @@ enum class Bug : uint8_t {
   kTwiceStored,      // a joined daemon stores a part that is sent again twice
   kTakeover,         // engines do not say whose version they hold: who comes first owns the group
   kOwnerElsewhere,   // the coordinator does not know who a trainer at another daemon is
+  kEarlyFlip,        // a shadowed engine flips when the read-back of its backs begins
+  kHalfFlip,         // a rank says that it has flipped, and has not
+  kStaleSide,        // the daemon takes no note that sides have changed places
+  kKeptSide,         // moves that were bound to one side are run for the other
+  kNoWayBack,        // a rank that has flipped stays so when the update is given up
 };
 
 struct Options {
@@ -250,6 +255,7 @@ struct Seat {  // a place for a process: which member should be attached where
   DeliveryMode delivery = DeliveryMode::kInPlace;
   bool manifest = false;
   bool catch_up = false;  // takes part in catch-ups
+  bool shadowed = false;  // its layout has backs
   int pid = 0;
 };
 
@@ -276,6 +282,12 @@ struct Process {
   std::shared_ptr<const Layout> layout;
   // By tensor, of the part that it holds. Region n of its layout is tensor n - 1.
   std::vector<std::vector<Tag>> cells;
+  // The backs of a shadowed engine's regions. A flip exchanges the two.
+  std::vector<std::vector<Tag>> back;
+  bool second_side = false;      // `cells` are what was the back when the process began
+  bool flipped = false;          // for an update whose outcome it has not heard
+  bool undecided = false;        // it lost its lease so
+  uint64_t flips = 0;            // that were committed, in this lease
   std::vector<int64_t> first;    // by tensor: first element held
   std::optional<Version> holds;  // the version that it believes to serve
   uint64_t origin = 0;           // incarnation in which `holds` was committed; 0: from a file
@@ -385,6 +397,7 @@ struct Call {
   bool refit = false;
   bool opens = false;              // Begin or Refit
   std::optional<size_t> answer{};  // the payload that an OK answer must have: index of ReplyPayload
+  bool second_side = false;        // DaemonMember::second_side of `layout`
 };
 
 struct DaemonMember {
@@ -392,7 +405,12 @@ struct DaemonMember {
   int g = 0;
   bool lost = false;
   std::shared_ptr<const Layout> layout{};  // a trainer's, in force
-  uint64_t newest = 0;                     // the highest binding generation that it tried
+  // A shadowed engine's: commits so far; those that the layout in force knew, and the side that it
+  // read then.
+  uint64_t flips = 0;
+  uint64_t flips_of_layout = 0;
+  bool second_side = false;
+  uint64_t newest = 0;  // the highest binding generation that it tried
 };
 
 struct Daemon {
@@ -566,6 +584,8 @@ struct ProgramRecord {
   std::set<NodeId> built;
   std::set<NodeId> issued;
   std::optional<StartRefit> run;
+  // The first wire seq by communicator: a daemon that slept may go on over one that was given up.
+  std::map<CommunicatorId, WireSeq> first_seqs;
 };
 
 class World {
@@ -622,6 +642,7 @@ class World {
   void Perform(int d, int g, const MachineAction& action);
   void On(int d, int g, const Reply& a);
   void On(int d, int g, const SendPrepare& a);
+  void On(int d, int g, const SendFlip& a);
   void On(int d, int g, const SendPart& a);
   void On(int d, int g, const SendCommitted& a);
   void On(int d, int g, const SendAborted& a);
@@ -679,6 +700,7 @@ class World {
   bool ComparedBefore(const Work& work) const;
   bool ReadsOverlap(const Work& work);
   bool Skips(const Work& work, const BoundMove& move);
+  static bool Reads(const Process& p, const char* address);
   void RunWork(const Work& work, bool end);
   TransferResult ResultOf(const Work& work) const;
   void EndWork(const Work& work);
@@ -748,7 +770,8 @@ class World {
   void CallTwice(int pid, GroupEvent event, std::shared_ptr<Source> source,
                  std::function<void(const absl::Status&, const ReplyPayload&)> reply);
   void HearWelcome(int pid);
-  void HearPrepare(int pid, const SendPrepare& a);
+  void HearPrepare(int pid, Version version, UpdateId update);
+  static void Flip(Process* p);
   void HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& pool);
   void HearOutcome(int pid, bool committed, Version version, bool dirty, bool is_early);
   void RegisterLayout(int pid);
@@ -760,6 +783,9 @@ class World {
   // that installed them. nullopt: the bytes are not of one round.
   std::string WhatItHolds(const Process& p) const;
   std::optional<Version> TrueVersion(const Process& p, uint32_t* round) const;
+  // Whether the process has the version: on either side, if it has flipped and waits for the
+  // outcome.
+  bool Holds(const Process& p, Version version) const;
 
   void StartAttempt(int g);
   void MakePlan(int g);

@@ -37,6 +37,9 @@ def carried(path):
 
 
 class WheelTest(unittest.TestCase):
+    daemon: testing.Daemon
+    process_id: int
+
     @classmethod
     def setUpClass(cls):
         cls.daemon = testing.Daemon()

@@ -26,6 +26,11 @@ def files_below(folder):
 
 
 class PackagesTest(unittest.TestCase):
+    folder: str
+    tree: str
+    root: str
+    control: str
+
     @classmethod
     def setUpClass(cls):
         cls.folder = tempfile.mkdtemp()

@@ -120,6 +120,7 @@ absl::StatusOr<CUcontext> CudaContexts::Get(int device) {
   CUdevice handle = 0;
   REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuDeviceGet, &handle, device));
   REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuDevicePrimaryCtxRetain, &of.context, handle));
+  if (!own_) return of.context;
   const ScopedContext current(api_, of.context);
   // A stack that stays costs memory, and nothing else.
   if (current.status().ok() &&

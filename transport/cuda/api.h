@@ -117,16 +117,17 @@ bool IsLost(const absl::Status& status);
 // The primary contexts of all devices. Each is retained at the first request and never released.
 class CudaContexts {
  public:
-  // The driver must be initialised; ordinals are 0 to devices - 1.
-  CudaContexts(const CudaApi& api, int devices)
-      : api_(api), devices_(devices), contexts_(static_cast<size_t>(devices)) {}
+  // The driver must be initialised; ordinals are 0 to devices - 1. `own`: no other code of this
+  // process uses the contexts, so that they need no stack.
+  CudaContexts(const CudaApi& api, int devices, bool own)
+      : api_(api), devices_(devices), own_(own), contexts_(static_cast<size_t>(devices)) {}
   CudaContexts(const CudaContexts&) = delete;
   CudaContexts& operator=(const CudaContexts&) = delete;
 
   const CudaApi& api() const { return api_; }
   int devices() const { return devices_; }
-  // The context has no stack for kernels: the driver takes what each of this project's kernels
-  // needs when it is launched. The default stack, 1 KiB a thread, is 264 MiB on an H200.
+  // A context of `own` has no stack for kernels: the driver takes what each of this project's
+  // kernels needs when it is launched. The default stack, 1 KiB a thread, is 264 MiB on an H200.
   // INVALID_ARGUMENT: no such ordinal.
   absl::StatusOr<CUcontext> Get(int device);
   // Restores the default stack, for kernels that call functions by address (NCCL's), whose needs
@@ -139,6 +140,7 @@ class CudaContexts {
  private:
   const CudaApi api_;
   const int devices_;
+  const bool own_;
   struct DeviceContext {
     CUcontext context = nullptr;
     size_t default_stack = 0;  // bytes a thread; 0: there is nothing to restore

@@ -1,9 +1,9 @@
 // The transport's own memory, device or pinned, which is reused so that small transfers make no
 // call that may wait for a device. Private to transport/cuda/.
 //
-// A buffer goes back to its pool when it is destroyed, on any thread and without a call to the
+// A buffer returns to its pool when it is destroyed, on any thread and without a call to the
 // driver; it must be destroyed only when the device is done with it. Trim, on the thread that may
-// call the driver, frees surplus memory (P8); OnSurplus lets that happen even if the device has no
+// call the driver, frees surplus memory (P8); OnSurplus wakes that thread even if the device has no
 // work. Thread-safe.
 #ifndef REFITD_TRANSPORT_CUDA_BUFFERS_H_
 #define REFITD_TRANSPORT_CUDA_BUFFERS_H_
@@ -70,7 +70,7 @@ class ScratchBuffers : public std::enable_shared_from_this<ScratchBuffers> {
   // `call` runs whenever a buffer came back and there is memory to trim. It runs on the thread that
   // destroyed the buffer, which may hold mutexes, and it must not call the driver.
   void OnSurplus(std::function<void()> call);
-  // Called if the device hangs: nothing is freed any more, because freeing would wait for the
+  // Call it if the device hangs: no memory is freed any more, because freeing would wait for the
   // device.
   void Abandon();
 

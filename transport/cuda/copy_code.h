@@ -991,6 +991,8 @@ REFITD_COPY_CODE uint64_t ApartPass(const CopyTask& task, uint64_t from, const u
 
 // ---- passes by the size of an element ----
 
+// Copies the task's elements (with kStore) and returns their digest. `from`: the address to read
+// at, `source` or `proof`; `table`: the factors of a digest block.
 template <bool kStore>
 REFITD_COPY_CODE uint64_t DigestPass(const CopyTask& task, uint64_t from, const uint32_t* table,
                                      uint32_t thread, uint32_t threads) {
@@ -999,7 +1001,7 @@ REFITD_COPY_CODE uint64_t DigestPass(const CopyTask& task, uint64_t from, const 
       return Pass<1, kStore>(task, from, table, thread, threads);
     case 2:
       return Pass<2, kStore>(task, from, table, thread, threads);
-    default:
+    default:  // 4, also for elements of 8 bytes, which are two of 4 (CopyTask::element_bytes)
       return Pass<4, kStore>(task, from, table, thread, threads);
   }
 }

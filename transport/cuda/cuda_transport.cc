@@ -55,7 +55,7 @@ int64_t PieceSpan(const BoundPiece& piece) {
   return ByteSpan(piece.box.extent, piece.strides, ElementBytes(piece.dtype));
 }
 
-// ---- what the threads share ----
+// ---- shared by the threads ----
 
 // The parts of the transport that jobs use. Outlives the transport while a device hangs.
 class Engine {
@@ -193,7 +193,8 @@ struct DeviceShare {
   bool uploaded = false;
 };
 
-// A plan that can be run any number of times. Points into the transfer or job it was made from.
+// A plan that can be run any number of times. It points into the transfer or job of which it was
+// made.
 struct Planned {
   CudaCopyPlan plan;
   std::map<int, std::vector<HostUpload>> uploads;  // by device
@@ -229,7 +230,7 @@ class Addresses : public CopyAddresses {
   absl::StatusOr<uint64_t> On(int device, const BoundPiece& piece) override {
     const int64_t bytes = PieceSpan(piece);
     const auto region = engine_->memory().Find(piece.data, bytes);
-    if (region == nullptr) return Scratch(device, piece.data, bytes);
+    if (region == nullptr) return UploadAddress(device, piece.data, bytes);
     const absl::StatusOr<char*> data = OnDevice(*region, device);
     if (!data.ok()) {
       const absl::Status noted = engine_->Note(data.status());
@@ -239,8 +240,10 @@ class Addresses : public CopyAddresses {
   }
 
  private:
-  absl::StatusOr<uint64_t> Scratch(int device, const char* from, int64_t bytes) {
-    const auto [it, added] = scratch_.try_emplace({device, from, bytes}, 0);
+  // The address on `device` to which host bytes are copied before each launch; takes memory for it
+  // the first time.
+  absl::StatusOr<uint64_t> UploadAddress(int device, const char* from, int64_t bytes) {
+    const auto [it, added] = uploads_.try_emplace({device, from, bytes}, 0);
     if (!added) return it->second;
     absl::StatusOr<Buffer> buffer = TakeMemory(device, bytes);
     if (!buffer.ok()) return engine_->Note(buffer.status());
@@ -262,7 +265,7 @@ class Addresses : public CopyAddresses {
 
   Engine* const engine_;
   Planned* const planned_;
-  std::map<std::tuple<int, const char*, int64_t>, uint64_t> scratch_;
+  std::map<std::tuple<int, const char*, int64_t>, uint64_t> uploads_;
 };
 
 // A plan that is made once. Thread-safe.
@@ -318,7 +321,8 @@ class CudaPrepared : public PreparedTransfer {
 
 // A transfer whose pieces are all in host memory.
 struct HostPrepared : PreparedTransfer {
-  explicit HostPrepared(std::shared_ptr<const PreparedTransfer> of) : prepared(std::move(of)) {}
+  explicit HostPrepared(std::shared_ptr<const PreparedTransfer> transfer)
+      : prepared(std::move(transfer)) {}
   const std::shared_ptr<const PreparedTransfer> prepared;
 };
 
@@ -384,7 +388,7 @@ class Run : public std::enable_shared_from_this<Run> {
   }
 
  protected:
-  // `ended`: no device touches the run's memory any more.
+  // `ended`: whether no device touches the run's memory any more.
   virtual void Finish(absl::Status status, const Sums& sums, bool ended) = 0;
 
  private:
@@ -667,7 +671,7 @@ class TransferRun : public Run {
       const auto own = static_cast<std::ptrdiff_t>(planned().plan.sums.size());
       result.source_digests.assign(sums.source.begin() + own, sums.source.end());
     }
-    // The caller may close the memory as soon as it is told, so release it first (P8). Memory that
+    // The caller may close the memory once `done` was called, so release it first (P8). Memory that
     // a device may still touch is kept (P6).
     if (ended) call_.prepared.reset();
     const auto done = std::move(call_.done);
@@ -714,8 +718,8 @@ TransferResult Failed(size_t destinations, absl::Status status) {
 
 // ---- reading back ----
 
-// A job split by where its pieces lie, each half with its pieces' indices in the job. The first run
-// plans the half on devices.
+// A job in two halves, for pieces on devices and for others, each with its pieces' indices in the
+// job. The first run plans the half on devices.
 class CudaReadback : public PreparedReadback {
  public:
   // `job` has the pieces on devices, `host` (may be null) the other pieces.
@@ -805,7 +809,7 @@ class SplitReadback {
       MutexLock lock(&mutex_);
       std::vector<uint32_t>& failed = result_.failed_destinations;
       failed.insert(failed.end(), half.failed_destinations.begin(), half.failed_destinations.end());
-      // Prefer an error to a difference of bytes, because it tells more.
+      // An error has more information than a difference of bytes, so it takes precedence.
       if (result_.status.ok() ||
           (result_.status.code() == absl::StatusCode::kDataLoss && !half.status.ok() &&
            half.status.code() != absl::StatusCode::kDataLoss)) {
@@ -1200,8 +1204,8 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
            std::all_of(transfer.destinations.begin(), transfer.destinations.end(), all);
   }
 
-  // Whether the caller's thread may start the run: its plan is kept, and it has parts. Without
-  // parts `done` would be called on the caller's thread.
+  // Whether the caller's thread may start the run: the plan is kept, and has parts. Without parts
+  // `done` would be called on the caller's thread.
   static bool CanStart(const std::shared_ptr<Planned>& planned) {
     return planned != nullptr && !planned->parts.empty();
   }

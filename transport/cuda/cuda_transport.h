@@ -5,9 +5,9 @@
 // device (CopyKernel) take the tasks, store directly into the destinations, on their own device or
 // a peer, and add up digests (transport/digest/digest.h) of what they read by the source's metadata
 // and of what they stored. A prepared transfer keeps its tasks in device memory; a replay launches
-// each kernel that has tasks, once on each device. A kernel runs on a destination's GPU only if
-// that is the source's too, for Submit(ReadbackJob), and if the source is host memory (the bytes of
-// a call), which is rare.
+// each kernel that has tasks, once on each device. A kernel runs on a destination's GPU only if the
+// source is on the same GPU, for Submit(ReadbackJob), and if the source is host memory (the bytes
+// of a call), which is rare.
 //
 // A transfer with a broadcast has two steps: its source's bytes go into every slot (relay.h), then
 // from the slots into the destinations, by kernels on the destinations' devices.
@@ -15,15 +15,15 @@
 // Transfers whose pieces are all in host memory are passed to the given host transport. A transfer
 // may read host memory and write device memory; writing host memory from a device is UNIMPLEMENTED.
 //
-// Threads: for each device one issues work, in order of submission, and one waits for it; one
-// issues broadcasts (P7), and one waits for them; one plans what has no kept plan, and one watches
-// the calls of the driver that planning makes.
+// Threads: for each device, one that issues work, in order of submission, and one that waits for
+// it; one that issues broadcasts (P7), and one that waits for them; one that plans transfers
+// without a kept plan, and one that watches the calls of the driver that planning makes.
 //
 // P4: this process loses its GPUs if an error destroys a context (illegal address, ECC), or if a
 // device or a call of the driver does not end within `limit` (DEADLINE_EXCEEDED, naming the
 // device). Then `lost` is called, once, and no new work is begun. Every group with device memory
 // must then count as dirty (P2), and the process must end, because nothing else stops a device that
-// hangs: it may wake and go on. For the same reason `done` still comes only after the last byte
+// hangs: it may go on later. For the same reason `done` still comes only after the last byte
 // (P1, P6): for a transfer that hangs, when its device is done after all, or from the destructor.
 #ifndef REFITD_TRANSPORT_CUDA_CUDA_TRANSPORT_H_
 #define REFITD_TRANSPORT_CUDA_CUDA_TRANSPORT_H_

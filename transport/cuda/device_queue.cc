@@ -45,7 +45,7 @@ DeviceQueue::DeviceQueue(std::shared_ptr<CudaContexts> contexts, int device,
                                                options_.kept_pinned_bytes)),
       late_clock_(options_.limit) {}
 
-// Runs on the thread that drops the last reference, which may be a thread of the queue.
+// May run on a thread of the queue, if that drops the last reference.
 DeviceQueue::~DeviceQueue() = default;
 
 void DeviceQueue::Start() {
@@ -242,7 +242,7 @@ absl::Status DeviceQueue::IssueWork(DeviceJob* job, CUevent* event) {
     *event = taken;
     return issued;
   }
-  // Now nothing can tell when the device is done, so the context counts as lost.
+  // Without an event nobody learns when the device is done, so the context counts as lost.
   if (!IsLost(closed)) closed = api.Check("cuEventRecord", CUDA_ERROR_UNKNOWN);
   return closed;
 }
@@ -292,7 +292,7 @@ void DeviceQueue::WaitForAll() {
       }
       running = first->state == JobState::kRunning;
     }
-    // Take ended jobs first: they are not late, however long ago this thread looked last.
+    // Take ended jobs first: they are not late, even if this thread has not looked for long.
     if (running && TakeEnd(first.get())) continue;
     JudgeLate();
     if (running) Pause(*first);

@@ -3,7 +3,7 @@
 //
 //   Submit -> queued -> issuing -> running -> ended
 //                |         |          |
-//                |         +----------+--> Stop gave up: Fail, and kept for ever
+//                |         +----------+--> given up by Stop: Fail, and kept for ever
 //                +--> the GPUs are lost: ended at once
 //
 // P4: a job is late if it is older than `limit` and the device ended no job for `limit`. A late job
@@ -57,8 +57,8 @@ class DeviceJob {
   virtual ~DeviceJob() = default;
   // True if nobody waits for the job any more; it is then not begun.
   virtual bool Cancelled() const = 0;
-  // Issues the job, by calls that return at once, or as soon as the device has room for more work;
-  // they may wait for this device only.
+  // Issues the job. Its calls return at once, or once the device has room for more work; they may
+  // wait for this device only.
   virtual absl::Status Issue(DeviceStreams* streams) = 0;
   // Called if Stop gave the device up while the job is being issued or runs; End is then not
   // called. At most once.
@@ -113,8 +113,8 @@ class DeviceQueue : public std::enable_shared_from_this<DeviceQueue> {
 
   void IssueAll();
   void WaitForAll();
-  // Waits for the next entry to issue. False: the queue ends. A null entry: there is only memory to
-  // give back.
+  // Waits for the next entry to issue. False: the queue ends. A null entry: only memory must be
+  // given back.
   bool NextToIssue(std::shared_ptr<Entry>* entry);
   void IssueOne(Entry* entry);
   absl::Status Begin();

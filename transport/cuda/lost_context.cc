@@ -20,7 +20,7 @@ void LostContext::Lose(const absl::Status& why) {
     if (!status_.ok()) return;
     status_ = Prefixed(why, "this process lost the use of its GPUs");
   }
-  if (tell_) tell_(status());
+  if (report_) report_(status());
 }
 
 absl::Status LostContext::status() const {

@@ -19,9 +19,9 @@ namespace refitd {
 // Thread-safe.
 class LostContext {
  public:
-  explicit LostContext(std::function<void(absl::Status)> tell) : tell_(std::move(tell)) {}
-  // Passes `status` through; if it is an error that destroys the context, it becomes the status of
-  // all later jobs.
+  explicit LostContext(std::function<void(absl::Status)> report) : report_(std::move(report)) {}
+  // Returns `status`, and loses the GPUs if that is an error that destroys the context: it then
+  // becomes the status of all later jobs.
   absl::Status Note(const absl::Status& status);
   // Records and reports the loss, with this reason and its code.
   void Lose(const absl::Status& why);
@@ -31,7 +31,7 @@ class LostContext {
  private:
   mutable Mutex mutex_;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
-  const std::function<void(absl::Status)> tell_;
+  const std::function<void(absl::Status)> report_;
 };
 
 // Decides what is late, for one thread that looks at least four times per limit. Time in which this

@@ -7,6 +7,7 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <map>
@@ -48,10 +49,10 @@ absl::Status Refused(const absl::Status& status, std::string_view what) {
 
 // Open regions by address. Lives as long as there are regions, even after the Memory was destroyed.
 //
-// Entries keep no region alive; Find locks the weak pointer, which fails when the last shared_ptr
-// is gone, so a region that is being closed is never given out. Several regions may have one
-// address: a block may come with two handles, and the driver may reuse an address while the region
-// that had it is being destroyed.
+// Entries keep no region alive: Find locks the weak pointer, which fails once the last shared_ptr
+// was dropped, so that a region that is being closed is never given out. Several regions may have
+// one address: a block may come with two handles, and the driver may reuse an address while the
+// region that had it is being destroyed.
 class RegionIndex {
  public:
   void Add(const std::shared_ptr<const DeviceRegion>& region) {
@@ -114,7 +115,7 @@ absl::StatusOr<Opened> OpenHandle(const WatchedDriver& driver, int device,
   return opened;
 }
 
-// An error of closing is ignored: it can't be returned to anyone, and the context is lost then.
+// Ignores an error of closing: nobody waits for its status, and the context is lost then anyway.
 void CloseHandle(const WatchedDriver& driver, int device, const Opened& opened) {
   const CallWatch::Call call(driver.calls.get(), device, "closing a CUDA IPC handle");
   const ScopedContext current(driver.api(), opened.context);
@@ -190,6 +191,49 @@ class LegacyRegion final : public DeviceRegion {
 
 // ---- VMM ----
 
+// New memory of cuMemCreate that can be exported as a descriptor.
+struct Allocation {
+  CUmemGenericAllocationHandle handle = 0;
+  int64_t bytes = 0;  // a multiple of `granularity`
+  size_t granularity = 0;
+};
+
+// A context of the device must be current.
+absl::StatusOr<Allocation> Allocate(const CudaApi& api, int device, int64_t bytes) {
+  CUmemAllocationProp wanted = {};
+  wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  wanted.location.id = device;
+  wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  Allocation made;
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &made.granularity,
+                                          &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+  if (made.granularity == 0) return absl::InternalError("the driver's granularity is 0");
+  const size_t units = (static_cast<size_t>(bytes) + made.granularity - 1) / made.granularity;
+  made.bytes = static_cast<int64_t>(units * made.granularity);
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemCreate, &made.handle,
+                                          static_cast<size_t>(made.bytes), &wanted, 0));
+  return made;
+}
+
+absl::StatusOr<UniqueFd> Export(const CudaApi& api, CUmemGenericAllocationHandle handle) {
+  int exported = -1;
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemExportToShareableHandle, &exported, handle,
+                                          CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+  UniqueFd fd(exported);
+  // Child processes must not inherit the descriptor.
+  if (fcntl(fd.get(), F_SETFD, FD_CLOEXEC) != 0) return ErrnoError(errno, "FD_CLOEXEC");
+  return fd;
+}
+
+CUmemAccessDesc ReadWriteBy(int device) {
+  CUmemAccessDesc access = {};
+  access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  access.location.id = device;
+  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  return access;
+}
+
 // An allocation, imported or made here, and its mapping. The destructor undoes, in the right order,
 // the steps that were done.
 class VmmMapping {
@@ -238,12 +282,7 @@ class VmmMapping {
     call.emplace(driver_.calls.get(), device_, "making a pool");
     (void)api.cuStreamDestroy(stream);
     REFITD_RETURN_IF_ERROR(zeroed);
-    int exported = -1;
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemExportToShareableHandle, &exported, handle_,
-                                            CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
-    fd->Reset(exported);
-    // Child processes must not inherit the descriptor.
-    if (fcntl(exported, F_SETFD, FD_CLOEXEC) != 0) return ErrnoError(errno, "FD_CLOEXEC");
+    REFITD_ASSIGN_OR_RETURN(*fd, Export(api, handle_));
     return absl::OkStatus();
   }
 
@@ -255,21 +294,11 @@ class VmmMapping {
 
  private:
   absl::Status Make(int64_t bytes) {
-    const CudaApi& api = driver_.api();
-    CUmemAllocationProp wanted = {};
-    wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-    wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-    wanted.location.id = device_;
-    wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity_,
-                                            &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
-    if (granularity_ == 0) return absl::InternalError("the driver's granularity is 0");
-    const size_t units = (static_cast<size_t>(bytes) + granularity_ - 1) / granularity_;
-    const auto rounded = static_cast<int64_t>(units * granularity_);
-    REFITD_RETURN_IF_ERROR(
-        REFITD_CUDA_CALL(api, cuMemCreate, &handle_, static_cast<size_t>(rounded), &wanted, 0));
+    REFITD_ASSIGN_OR_RETURN(const Allocation made, Allocate(driver_.api(), device_, bytes));
+    handle_ = made.handle;
+    granularity_ = made.granularity;
     held_ = true;
-    return Map(rounded);
+    return Map(made.bytes);
   }
 
   // P4: this ends within `limit`, whatever the device does.
@@ -340,11 +369,7 @@ class VmmMapping {
     for (int device = 0; device < driver_.contexts->devices(); ++device) {
       const absl::StatusOr<bool> can = driver_.contexts->CanReach(device, device_);
       if (!can.ok() || !*can) continue;
-      CUmemAccessDesc one = {};
-      one.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-      one.location.id = device;
-      one.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-      access.push_back(one);
+      access.push_back(ReadWriteBy(device));
       reaching_.push_back(device);
     }
     return REFITD_CUDA_CALL(driver_.api(), cuMemSetAccess, address_, bytes_, access.data(),
@@ -458,6 +483,129 @@ class Buffer final : public CudaBuffer {
   const CUdeviceptr address_;
 };
 
+// ---- two-sided memory ----
+
+class VmmTwoSided final : public TwoSided {
+ public:
+  static absl::StatusOr<std::unique_ptr<TwoSided>> Make(WatchedDriver driver, int device,
+                                                        int64_t bytes) {
+    const CallWatch::Call call(driver.calls.get(), device, "making two-sided memory");
+    const CudaApi& api = driver.api();  // lives as long as the contexts, which `parts` holds
+    REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver.contexts->Get(device));
+    const ScopedContext current(api, context);
+    REFITD_RETURN_IF_ERROR(current.status());
+    Parts parts(std::move(driver), device, context);
+    for (size_t side = 0; side < parts.sides.size(); ++side) {
+      REFITD_ASSIGN_OR_RETURN(parts.sides[side], Allocate(api, device, bytes));
+    }
+    const auto size = static_cast<size_t>(parts.sides[0].bytes);
+    for (CUdeviceptr* const address : {&parts.address, &parts.spare}) {
+      REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAddressReserve, address, size,
+                                              parts.sides[0].granularity, 0, 0));
+    }
+    std::unique_ptr<VmmTwoSided> made(new VmmTwoSided(std::move(parts)));
+    REFITD_RETURN_IF_ERROR(made->Map(made->parts_.address, 0));
+    made->mapped_ = true;
+    return made;
+  }
+
+  ~VmmTwoSided() override {
+    if (mapped_) (void)parts_.driver.api().cuMemUnmap(parts_.address, size());
+  }
+
+  absl::StatusOr<UniqueFd> Share(bool back) const override {
+    return Export(parts_.driver.api(), parts_.sides[back ? 1 - front_ : front_].handle);
+  }
+
+  absl::Status CopyToBack() override {
+    const CallWatch::Call call(parts_.driver.calls.get(), parts_.device, "copying to a back");
+    const CudaApi& api = parts_.driver.api();
+    const ScopedContext current(api, parts_.context);
+    REFITD_RETURN_IF_ERROR(current.status());
+    REFITD_RETURN_IF_ERROR(Map(parts_.spare, 1 - front_));
+    CUstream stream = nullptr;
+    absl::Status copied = REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
+    if (copied.ok()) {
+      copied =
+          REFITD_CUDA_CALL(api, cuMemcpyDtoDAsync, parts_.spare, parts_.address, size(), stream);
+      if (copied.ok()) copied = REFITD_CUDA_CALL(api, cuStreamSynchronize, stream);
+      (void)api.cuStreamDestroy(stream);
+    }
+    const absl::Status unmapped = REFITD_CUDA_CALL(api, cuMemUnmap, parts_.spare, size());
+    return copied.ok() ? unmapped : copied;
+  }
+
+  absl::Status Flip() override {
+    const CallWatch::Call call(parts_.driver.calls.get(), parts_.device, "flipping memory");
+    const CudaApi& api = parts_.driver.api();
+    const ScopedContext current(api, parts_.context);
+    REFITD_RETURN_IF_ERROR(current.status());
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemUnmap, parts_.address, size()));
+    const absl::Status mapped = Map(parts_.address, 1 - front_);
+    if (mapped.ok()) {
+      front_ = 1 - front_;
+      return mapped;
+    }
+    const absl::Status undone = Map(parts_.address, front_);
+    if (undone.ok()) return mapped;
+    mapped_ = false;
+    return Error(absl::StatusCode::kDataLoss, "{}; and the way back: {}", Message(mapped),
+                 Message(undone));
+  }
+
+ private:
+  // What is held, and given back when destroyed.
+  struct Parts {
+    WatchedDriver driver;
+    int device = 0;
+    CUcontext context = nullptr;
+    std::array<Allocation, 2> sides{};
+    CUdeviceptr address = 0;  // where a side is mapped
+    CUdeviceptr spare = 0;    // where the back is mapped while it is copied to
+
+    Parts(WatchedDriver of, int on, CUcontext with)
+        : driver(std::move(of)), device(on), context(with) {}
+    Parts(Parts&& other) noexcept
+        : driver(other.driver),
+          device(other.device),
+          context(other.context),
+          sides(std::exchange(other.sides, {})),
+          address(std::exchange(other.address, 0)),
+          spare(std::exchange(other.spare, 0)) {}
+    Parts(const Parts&) = delete;
+    Parts& operator=(const Parts&) = delete;
+    ~Parts() {
+      const CudaApi& api = driver.api();
+      for (const CUdeviceptr reserved : {address, spare}) {
+        if (reserved != 0)
+          (void)api.cuMemAddressFree(reserved, static_cast<size_t>(sides[0].bytes));
+      }
+      for (const Allocation& side : sides) {
+        if (side.handle != 0) (void)api.cuMemRelease(side.handle);
+      }
+    }
+  };
+
+  explicit VmmTwoSided(Parts parts)
+      : TwoSided(Pointer(parts.address), parts.sides[0].bytes), parts_(std::move(parts)) {}
+
+  size_t size() const { return static_cast<size_t>(bytes()); }
+  // Maps a side; where that fails, nothing is mapped at the address.
+  absl::Status Map(CUdeviceptr at, size_t side) const {
+    const CudaApi& api = parts_.driver.api();
+    REFITD_RETURN_IF_ERROR(
+        REFITD_CUDA_CALL(api, cuMemMap, at, size(), 0, parts_.sides[side].handle, 0));
+    const CUmemAccessDesc access = ReadWriteBy(parts_.device);
+    const absl::Status allowed = REFITD_CUDA_CALL(api, cuMemSetAccess, at, size(), &access, 1);
+    if (!allowed.ok()) (void)api.cuMemUnmap(at, size());
+    return allowed;
+  }
+
+  const Parts parts_;
+  size_t front_ = 0;
+  bool mapped_ = false;
+};
+
 // ---- the memory ----
 
 class Memory final : public CudaMemory, public CudaContextsOwner {
@@ -563,6 +711,13 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return made;
   }
 
+  absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int device, int64_t bytes) override {
+    REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
+    absl::StatusOr<std::unique_ptr<TwoSided>> made = VmmTwoSided::Make(driver_, device, bytes);
+    REFITD_RETURN_IF_ERROR(OfNew(device, bytes, made.status()));
+    return made;
+  }
+
   std::shared_ptr<const DeviceRegion> Find(const char* data, int64_t bytes) const override {
     return index_->Find(data, bytes);
   }
@@ -570,7 +725,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
  private:
   static constexpr size_t kMaxUuidInMessage = 64;
 
-  // Returns null if nobody is to be told of a loss.
+  // Null: nobody wants to know of a loss.
   std::shared_ptr<CallWatch> WatchFor(const CudaMemoryOptions& options) const {
     if (options.lost == nullptr) return nullptr;
     return std::make_shared<CallWatch>(
@@ -595,7 +750,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     if (DeviceBytes(device) > 0) return absl::OkStatus();
     return Error(absl::StatusCode::kInvalidArgument, "no CUDA device {}", device);
   }
-  // Turns `status` into an error about new memory.
+  // Makes `status` an error about new memory.
   static absl::Status OfNew(int device, int64_t bytes, const absl::Status& status) {
     if (status.ok() || IsLost(status)) return status;
     return Prefixed(status, "{} bytes of device {}", bytes, device);
@@ -643,7 +798,7 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
 
   const std::vector<CudaDevice> devices_;
   const std::chrono::milliseconds limit_;
-  const std::shared_ptr<LostContext> lost_;  // is told of devices that hang
+  const std::shared_ptr<LostContext> lost_;  // takes reports of devices that hang
   const WatchedDriver driver_;
   const std::shared_ptr<RegionIndex> index_ = std::make_shared<RegionIndex>();
   Mutex mutex_;
@@ -665,7 +820,7 @@ absl::StatusOr<std::shared_ptr<CudaMemory>> CudaMemory::Create(const std::string
   REFITD_ASSIGN_OR_RETURN(const CudaApi api, CudaApi::Load(library));
   int ordinals = 0;  // one more than the highest ordinal; devices that did not answer leave gaps
   for (const CudaDevice& device : report.devices) ordinals = std::max(ordinals, device.ordinal + 1);
-  auto contexts = std::make_shared<CudaContexts>(api, ordinals);
+  auto contexts = std::make_shared<CudaContexts>(api, ordinals, options.own_contexts);
   return std::make_shared<Memory>(std::move(report.devices), std::move(contexts), options);
 }
 

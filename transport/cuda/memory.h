@@ -8,7 +8,7 @@
 // all devices. DeviceRegion::On gives the address.
 //
 // Legacy handles (cudaIpcGetMemHandle) name a whole block of cudaMalloc, whatever address in it
-// they were made from. A handle that is open already is not opened again: both users hold the same
+// they were made from. A handle that is open already is not opened again: both users share its
 // region. P6: a region is closed when its last shared_ptr is destroyed, and every copy holds one
 // until it has ended. P8: the memory of a dead process is therefore freed when its last copy ended
 // (measured: the memory lives until then, docs/decisions.md). P10: sizes come from the driver,
@@ -36,6 +36,7 @@
 #include "transport/base/unique_fd.h"
 #include "transport/cuda/driver.h"
 #include "transport/device_memory.h"
+#include "transport/two_sided.h"
 
 namespace refitd {
 
@@ -67,6 +68,9 @@ struct CudaMemoryOptions {
   std::chrono::milliseconds limit{60'000};
   // Called when the GPUs are lost; the process must then end. Called on any thread.
   std::function<void(absl::Status)> lost{};
+  // No other code of this process uses the devices: their contexts then get no stack for kernels,
+  // which saves 264 MiB on an H200. Others' kernels may need a stack that the driver can't know.
+  bool own_contexts = false;
 };
 
 // Blocks are those of cudaMalloc, by their legacy handle; descriptors export memory of cuMemCreate.
@@ -74,8 +78,8 @@ struct CudaMemoryOptions {
 // a UUID, and its error names the devices that exist.
 class CudaMemory : public DeviceMemory {
  public:
-  // Loads the driver; no context yet. UNAVAILABLE: no driver, no device, or CUDA is not compiled
-  // in.
+  // Loads the driver, and makes no context yet. UNAVAILABLE: no driver, no device, or CUDA is not
+  // compiled in.
   static absl::StatusOr<std::shared_ptr<CudaMemory>> Create(
       const std::string& library = "libcuda.so.1", const CudaMemoryOptions& options = {});
 
@@ -87,13 +91,17 @@ class CudaMemory : public DeviceMemory {
     return "";
   }
 
-  // GiveBack calls the watchers, which let go of the pool at once or soon; the pool's memory is
-  // freed when the last of them has let go. `let_go` runs on the thread that called GiveBack, and
-  // never again after UnwatchPools returned.
+  // GiveBack calls the watchers, which drop their references to the pool at once or soon; the
+  // pool's memory is freed with the last of these. `let_go` runs on the thread that called
+  // GiveBack, and never again after UnwatchPools returned.
   virtual void WatchPools(const void* watcher, std::function<void(const DeviceRegion&)> let_go) = 0;
   virtual void UnwatchPools(const void* watcher) = 0;
   // Makes a buffer. INVALID_ARGUMENT and RESOURCE_EXHAUSTED mean what they mean for MakePool.
   virtual absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) = 0;
+  // Makes two-sided memory on `device`, of `bytes` rounded up to the driver's granularity a side,
+  // accessible to that device alone. Its bytes are not set. Each side is exported as a descriptor
+  // that ImportDescriptor takes. Errors as of MakePool.
+  virtual absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int device, int64_t bytes) = 0;
   // The open region that holds [data, data + bytes), by the addresses of the region's own device;
   // null if there is none. Fast, because it is called for every piece.
   virtual std::shared_ptr<const DeviceRegion> Find(const char* data, int64_t bytes) const = 0;

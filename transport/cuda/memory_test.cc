@@ -90,7 +90,7 @@ TEST_CASE("a context has no stack until NCCL needs one, and keeps it where the d
   const bool refused = GENERATE(false, true);
   constexpr int kUnsupportedLimit = 215;
   if (refused) fake.FailAt("cuCtxSetLimit", 1, kUnsupportedLimit);
-  const auto memory = MakeMemory();
+  const auto memory = *CudaMemory::Create(FakeCuda::Path(), {.own_contexts = true});
   CHECK(fake.Count().small_stacks == 0);
   std::string handle;
   fake.Export(0, kMiB, &handle);
@@ -109,6 +109,17 @@ TEST_CASE("a context has no stack until NCCL needs one, and keeps it where the d
     CHECK(fake.Count().small_stacks == 0);
   }
   REQUIRE(contexts->GetWithStack(1).ok());
+  CHECK(fake.Count().small_stacks == 0);
+}
+
+// A process with kernels of its own, such as torch's, shares its contexts with this code.
+TEST_CASE("a context that others use keeps its stack") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  std::string handle;
+  fake.Export(0, kMiB, &handle);
+  REQUIRE(memory->OpenBlock(0, handle).ok());
+  REQUIRE(memory->MakePool(1, kMiB).ok());
   CHECK(fake.Count().small_stacks == 0);
 }
 
@@ -363,6 +374,75 @@ TEST_CASE("a pool of no size, of no device, or that the driver refuses leaves no
     CheckNothingOpen(fake);
   }
   CHECK(memory->MakePool(0, kMiB).ok());
+}
+
+TEST_CASE("a flip shows at one address what importers wrote to the other side") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  {
+    auto made = memory->MakeTwoSided(1, kMiB + 1);
+    REQUIRE(made.ok());
+    TwoSided& two = **made;
+    CHECK(two.bytes() == 2 * kMiB);
+    std::memset(two.data(), 1, static_cast<size_t>(two.bytes()));
+    REQUIRE(two.CopyToBack().ok());
+    std::array<std::shared_ptr<const DeviceRegion>, 2> sides;
+    for (const bool back : {false, true}) {
+      auto imported = memory->ImportDescriptor(1, *two.Share(back), two.bytes());
+      REQUIRE(imported.ok());
+      CHECK((*imported)->data()[0] == 1);
+      sides[back ? 1 : 0] = *std::move(imported);
+    }
+    const char* const data = two.data();
+    for (int round = 2; round < 6; ++round) {
+      std::memset(sides[static_cast<size_t>(round + 1) % 2]->data(), round,
+                  static_cast<size_t>(two.bytes()));
+      CHECK(two.data()[kMiB] == round - 1);
+      REQUIRE(two.Flip().ok());
+      CHECK(two.data() == data);
+      CHECK(two.data()[kMiB] == round);
+    }
+  }
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("a flip that the driver refuses leaves the side that was mapped") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  const std::string call = GENERATE("cuMemUnmap", "cuMemMap", "cuMemSetAccess");
+  {
+    auto made = memory->MakeTwoSided(0, kMiB);
+    REQUIRE(made.ok());
+    TwoSided& two = **made;
+    std::memset(two.data(), 1, kMiB);
+    fake.FailAt(call.c_str(), 1, 801);
+    const absl::Status refused = two.Flip();
+    INFO(call);
+    CHECK_FALSE(refused.ok());
+    CHECK_FALSE(absl::IsDataLoss(refused));
+    CHECK(two.data()[0] == 1);
+    REQUIRE(two.Flip().ok());
+    CHECK(two.data()[0] != 1);
+  }
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("two-sided memory that can't be made leaves nothing behind") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  for (const char* call : {"cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"}) {
+    INFO(call);
+    const int at = GENERATE(1, 2);
+    fake.FailAt(call, at, 801);
+    const bool made = memory->MakeTwoSided(0, kMiB).ok();
+    CHECK((!made || at == 2));
+    fake.FailAt(call, 0, 0);
+    CheckNothingOpen(fake);
+  }
+  CHECK(memory->MakeTwoSided(7, kMiB).status().code() == absl::StatusCode::kInvalidArgument);
+  CHECK(memory->MakeTwoSided(0, 0).status().code() == absl::StatusCode::kInvalidArgument);
+  CHECK(memory->MakeTwoSided(0, int64_t{1} << 50).status().code() ==
+        absl::StatusCode::kInvalidArgument);
 }
 
 TEST_CASE("a device that hung as it zeroed a pool held its maker for ever") {

@@ -4,7 +4,7 @@
 // transport/cuda/.
 //
 //   Submit -> queued -> planning -> started
-//                |          +--> Stop gave up: GiveUp
+//                |          +--> given up by Stop: GiveUp
 //                +--> the GPUs are lost, Stop: failed
 //
 // P4: if such a call hangs (call_watch.h), the jobs that wait behind it fail. The job that made the

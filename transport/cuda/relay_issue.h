@@ -56,7 +56,7 @@ class RelayStreams {
   const CudaApi& api() const { return contexts_->api(); }
   absl::StatusOr<RelayStream*> Onward(int device) { return Get({device, false}); }
   absl::StatusOr<RelayStream*> Own(int device) { return Get({device, true}); }
-  // Destroys the streams. To be called when nothing runs on them and nothing is issued any more.
+  // Destroys the streams. Call it when nothing runs on them and nothing is issued any more.
   void Destroy();
 
  private:
@@ -90,8 +90,8 @@ class RelayIssue {
   // Makes stream `on` wait for the last record of the event of stream `event`.
   absl::Status Wait(const RelayStream& on, const RelayStream& event) const;
 
-  // Makes `main` wait for all work that was issued. If that fails, nothing can tell when the
-  // devices are done, which counts as a lost context (api.h).
+  // Makes `main` wait for all work that was issued. If that fails, nobody learns when the devices
+  // are done, which counts as a lost context (api.h).
   absl::Status Join(CUstream main) const;
 
  private:

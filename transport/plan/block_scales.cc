@@ -21,7 +21,7 @@ Dims BlocksOf(const Dims& shape, int64_t block) {
 
 // The range of one tensor that the layout's pieces reach.
 struct Reach {
-  Dims begin;  // the least offset of its pieces in each dimension; empty: no pieces
+  Dims begin;  // in each dimension, the least offset of the tensor's pieces; empty: no pieces
   Dims end;
 };
 

@@ -32,8 +32,7 @@ bool LineLess(const Box& a, const Box& b, size_t d) {
   return a.offset[d] < b.offset[d];
 }
 
-// Joins neighbours in the vector that continue each other along `d`; returns whether there were
-// any.
+// Joins neighbours in the vector that continue each other along `d`; returns whether it joined any.
 bool MergeNeighbours(std::vector<Box>* boxes, size_t d) {
   size_t kept = 0;
   for (size_t i = 1; i < boxes->size(); ++i) {
@@ -176,7 +175,7 @@ std::vector<Box> MakeDisjoint(std::vector<Box> boxes, PlanWork* work) {
 void MergeAdjacent(std::vector<Box>* boxes) {
   if (boxes->size() <= 1) return;
   const size_t rank = boxes->front().offset.size();
-  // Most often the boxes are slices along one dimension, in order; these need no sorting.
+  // Most often the boxes are slices along one dimension, in order, which need no sorting.
   for (size_t d = 0; d < rank; ++d) {
     if (!Continues((*boxes)[0], (*boxes)[1], d)) continue;
     MergeNeighbours(boxes, d);
@@ -274,7 +273,7 @@ BoxIndex::BoxIndex(absl::Span<const Box* const> boxes) : boxes_(boxes) {
   }
 }
 
-// The dimension with the most distinct offsets tells boxes apart best.
+// Chooses the dimension with the most distinct offsets, in which fewest boxes meet.
 void BoxIndex::ChooseDimension() {
   size_t most = 0;
   std::vector<int64_t> offsets(boxes_.size());

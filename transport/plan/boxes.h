@@ -22,16 +22,15 @@ namespace refitd {
 // The most box comparisons that one plan may spend, since layouts are not trusted (P10). They take
 // some seconds. The biggest models over a thousand ranks on each side need a third of this number.
 inline constexpr int64_t kMaxPlanSteps = int64_t{1} << 30;
-// Cutting one box counts as this number of comparisons, because cutting copies boxes and takes that
-// much longer.
+// Cutting one box counts as this number of comparisons, because it takes that much longer: it
+// copies boxes.
 inline constexpr int64_t kCutSteps = 16;
 
-// Counts the work of a planner, and tells whether it may go on. Loops over boxes from callers ask
-// Over() regularly, so that a cancelled plan ends soon.
+// Counts the work of a planner, which ends when the work is over the limit or was cancelled. Loops
+// over boxes from callers ask Over() regularly, so that a cancelled plan ends soon.
 class PlanWork {
  public:
-  // `cancelled` is set by the caller that no longer wants the plan; null: the plan can't be
-  // cancelled.
+  // `cancelled`: a caller that no longer wants the plan sets it; null: the plan can't be cancelled.
   explicit PlanWork(std::shared_ptr<const std::atomic<bool>> cancelled = nullptr)
       : cancelled_(std::move(cancelled)) {}
   PlanWork& operator+=(int64_t steps) {

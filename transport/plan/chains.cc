@@ -9,7 +9,7 @@
 namespace refitd {
 namespace {
 
-// A plan has this many times as many rounds as it takes to fill a usual chain, so that filling
+// A plan has this number of times the rounds that filling a usual chain takes, so that filling
 // costs a twentieth. More rounds would cost more than they save: on a busy machine each round costs
 // milliseconds.
 constexpr int64_t kFillParts = 20;
@@ -75,15 +75,16 @@ std::vector<ChainShare> DivideAmongOrders(int64_t bytes, int64_t least,
   const size_t n = sends->size();
   const auto shares = static_cast<size_t>(
       std::clamp<int64_t>(bytes / std::max<int64_t>(least, 1), 1, static_cast<int64_t>(n)));
-  // The nodes that send most are to be last.
+  // The nodes that send most become last in an order.
   std::vector<size_t> last(n);
   std::iota(last.begin(), last.end(), size_t{0});
   std::stable_sort(last.begin(), last.end(),
                    [&](size_t a, size_t b) { return (*sends)[a] > (*sends)[b]; });
   last.resize(shares);
   std::sort(last.begin(), last.end());
-  // The nodes that are last send `bytes` less in all. The largest loads are lowered first: water
-  // fills up what each load lacks to the largest load.
+  // The last node of a chain does not forward, so these nodes send `bytes` less in all. Most is
+  // taken from those that send most, until all are level: WaterLevel of what each load lacks to the
+  // largest says how far.
   int64_t most = 0;
   for (const size_t node : last) most = std::max(most, (*sends)[node]);
   std::vector<int64_t> missing;

@@ -37,8 +37,8 @@ inline constexpr uint32_t kMaxRelayLag = 2;
 // The most streams that a node of a plan with chains may send, or receive. Each stream wastes up to
 // kSectionAlignment bytes of a slot.
 inline constexpr uint32_t kMaxRelayStreams = 4096;
-// The least number of bytes that a node with that many streams must be able to send, and to
-// receive, in a round of a plan with chains: twice what alignment may take.
+// The fewest bytes that a node with `node_streams` streams must be able to send, and to receive, in
+// a round of a plan with chains: twice what alignment may take.
 constexpr int64_t MinRelayRoundBytes(uint32_t node_streams) {
   return 2 * kSectionAlignment * (node_streams > 1 ? node_streams : 1);
 }
@@ -64,7 +64,7 @@ struct RelayShape {
 // source sends only in the first `rounds - (n - 1) * lag` rounds.
 struct RelayRounds {
   int64_t rounds = 0;
-  int64_t filling = 0;   // of them: until the last node of a usual chain receives the first bytes
+  int64_t filling = 0;   // rounds until the last node of a usual chain receives the first bytes
   int64_t min_step = 0;  // the fewest bytes of a stream in a round
 };
 // Returns the rounds if a node may send, and receive, `round_bytes` (at least MinRelayRoundBytes)
@@ -82,10 +82,10 @@ struct ChainShare {
   size_t order = 0;
   int64_t bytes = 0;
 };
-// Divides `bytes` (at least 1) among the orders of a set, in shares of about `least` bytes or more.
-// `sends` has, for each node of the set, what the node sends if it forwards everything; the shares
-// are such that the nodes that send most are last most often. Subtracts from `sends` what the nodes
-// do not send because they are last.
+// Divides `bytes` (at least 1) among the orders of a set, in shares of about `least` bytes or more,
+// so that the nodes that send most are last most often. `sends`: for each node of the set, the
+// bytes that it sends if it forwards everything; what it does not send as a last node is
+// subtracted.
 std::vector<ChainShare> DivideAmongOrders(int64_t bytes, int64_t least,
                                           std::vector<int64_t>* sends);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -870,6 +871,42 @@ absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_byte
   REFITD_RETURN_IF_ERROR(ValidateTies(layout));
   REFITD_RETURN_IF_ERROR(ValidateDisjointBoxes(layout));
   return MemoryOverlap(layout).Check();
+}
+
+absl::Status ValidateBacks(const Layout& layout, const RegionBytes& region_bytes) {
+  if (layout.backs.empty()) return absl::OkStatus();
+  std::set<RegionId> fronts;
+  std::set<RegionId> backs;
+  for (const RegionBack& pair : layout.backs) {
+    if (!fronts.insert(pair.region).second) {
+      return InvalidField("layout.fronts", "layout.fronts: region {} has two backs", pair.region);
+    }
+    if (!backs.insert(pair.back).second) {
+      return InvalidField("layout.backs", "layout.backs: region {} is the back of two regions",
+                          pair.back);
+    }
+    const std::optional<int64_t> bytes = region_bytes(pair.region);
+    const std::optional<int64_t> back_bytes = region_bytes(pair.back);
+    if (!bytes.has_value() || !back_bytes.has_value()) {
+      return AboutField(Error(absl::StatusCode::kNotFound, "layout.backs: no region {}",
+                              bytes.has_value() ? pair.back : pair.region),
+                        "layout.backs");
+    }
+    if (*bytes == *back_bytes) continue;
+    return InvalidField("layout.backs", "layout.backs: region {} has {} bytes, its back {} has {}",
+                        pair.region, *bytes, pair.back, *back_bytes);
+  }
+  for (const RegionId back : backs) {
+    if (!fronts.contains(back)) continue;
+    return InvalidField("layout.backs", "layout.backs: region {} has a back, and is one itself",
+                        back);
+  }
+  for (const Piece& piece : layout.pieces) {
+    if (fronts.contains(piece.region)) continue;
+    return InvalidField("layout.fronts", "layout.fronts: region {} of tensor '{}' has no back",
+                        piece.region, layout.tensors[piece.tensor].name);
+  }
+  return absl::OkStatus();
 }
 
 // ---- intervals ----

@@ -60,6 +60,7 @@ inline constexpr int64_t kMaxTensorsPerLayout = 262'144;  // DeepSeek-V3 has 45,
 // RESOURCE_EXHAUSTED, naming `what`, its number of tensors and the limit.
 absl::Status TooManyTensors(std::string_view what, int64_t tensors);
 inline constexpr int64_t kMaxPiecesPerLayout = 4'194'304;
+inline constexpr int64_t kMaxBacksPerLayout = 4096;  // as many regions as a member may have
 
 using Dims = absl::InlinedVector<int64_t, 4>;
 
@@ -183,6 +184,13 @@ class TensorList {
   std::shared_ptr<const List> shared_;  // null: own_ counts
 };
 
+// Another region of as many bytes, into which versions are written while the region is read.
+struct RegionBack {
+  RegionId region;
+  RegionId back;
+  bool operator==(const RegionBack&) const = default;
+};
+
 // The tensors and pieces of one member.
 struct Layout {
   TensorList tensors;
@@ -193,6 +201,10 @@ struct Layout {
   std::vector<uint32_t> pushed_tensors = {};
   // Engines only: ascending by `tensor`. Not part of the digest.
   std::vector<Tie> ties = {};
+  // Engines only: empty, or one entry for each region that a piece names. Not part of the digest.
+  std::vector<RegionBack> backs = {};
+  // With backs: how many commits of this lease have exchanged them, as far as the rank has heard.
+  uint64_t flips = 0;
 
   // Digest of the structure: tensors' names, dtypes, shapes, boxes and strides. It does not depend
   // on the order of tensors and pieces, on regions, byte offsets or the binding generation. The
@@ -206,9 +218,9 @@ struct Layout {
   int64_t Bytes() const;
 };
 
-// Turns tensors that lie in exactly the memory of a tensor before them, piece by piece and of the
-// same dtype and shape, into ties, and takes their pieces away. Other pieces that share memory
-// stay; ValidateLayout refuses them.
+// Makes ties of tensors that lie in exactly the memory of an earlier tensor, piece by piece and of
+// the same dtype and shape, and removes their pieces. Other pieces that share memory stay;
+// ValidateLayout refuses them.
 void TieSharedTensors(Layout* layout);
 
 // Returns the size in bytes of a region, or nullopt if the member has no such region.
@@ -220,10 +232,14 @@ using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 // that every element is written exactly once); spans may interleave, as column slices of one matrix
 // do; a tied tensor has no pieces and the dtype and shape of one that is not tied. Errors name
 // tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more tensors or pieces than
-// a layout may have; else INVALID_ARGUMENT, also if showing that pieces are disjoint takes more
-// work than a limit which layouts of real models don't come near.
+// a layout may have; else INVALID_ARGUMENT, also if proving that pieces are disjoint takes more
+// work than a limit that layouts of real models don't come near.
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination);
+// Checks the layout's backs: every region that a piece names has one of as many bytes, no region
+// has two, and no back is the back of two regions or has pieces. NOT_FOUND: unknown region; else
+// INVALID_ARGUMENT.
+absl::Status ValidateBacks(const Layout& layout, const RegionBytes& region_bytes);
 
 // A set of disjoint half-open ranges of element indices, which merges neighbours. It shows whether
 // each tensor is covered exactly once.
@@ -261,7 +277,7 @@ struct PackedBucket {
   int64_t bytes = 0;                  // end of the last range
 };
 
-// An alignment in bytes: the one that torch's allocator and NeMo-RL's packing give.
+// The alignment in bytes that torch's allocator and NeMo-RL's packing have.
 inline constexpr int64_t kPackAlignment = 512;
 constexpr int64_t AlignUp(int64_t bytes) {
   return (bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;

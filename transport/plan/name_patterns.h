@@ -1,6 +1,7 @@
 // Patterns of tensors' names, in one syntax everywhere: '*' stands for any characters, '?' for any
 // one character, and every other character for itself. So an exact name and a prefix with '*' at
-// its end are patterns too. client/python/refitd/_patterns.py is the same in Python.
+// its end are patterns too. `compiled` in client/python/refitd/layout/__init__.py is the same in
+// Python.
 //
 // Pure functions; thread-safe. Time: at most the product of both lengths (P10).
 #ifndef REFITD_TRANSPORT_PLAN_NAME_PATTERNS_H_

@@ -305,8 +305,8 @@ class Builder {
     if (bytes_ <= kMaxBytes) program_.destination_bytes[destination] += bytes;
   }
 
-  // Returns a piece of that source which holds all of `box`, or kNone. If there are several, any
-  // will do, because they hold the same elements.
+  // Returns a piece of the source `member` that holds all of `box`, or kNone. All such pieces hold
+  // the same elements, so that it does not matter which is returned.
   uint32_t PieceOf(uint32_t member, const Box& box, const Pieces& held) {
     uint32_t found = kNone;
     work_ += held.index.Query(box, [&](uint32_t i) {
@@ -382,6 +382,7 @@ class Builder {
 
   // ---- streams ----
 
+  // Decides the rounds, and makes streams with their steps of the collected sections.
   absl::Status FinishStreams() {
     chunk_ = std::min(options_.chunk_bytes, kMaxChunkBytes) / kSectionAlignment * kSectionAlignment;
     if (plan_.relay.lag > 0) {
@@ -572,15 +573,14 @@ uint32_t IndexOf(const Stream& stream, const Section& section) {
 
 constexpr uint32_t kNobody = std::numeric_limits<uint32_t>::max();
 
-// A node's place in a chain, without nodes that are gone.
+// A node's place in a chain without its lost nodes.
 struct Neighbours {
   uint32_t before = kNobody;  // kNobody: the source's node
   uint32_t after = kNobody;   // kNobody: the node is the last
   int64_t hops = 0;           // nodes before it
 };
 
-// Finds the neighbours of `node` in the chain. If `node` is kNobody, these are the neighbours of
-// the source's node.
+// Finds the neighbours of `node` in the chain; kNobody stands for the source's node.
 Neighbours NeighboursIn(const std::vector<uint32_t>& chain, uint32_t node,
                         const NodeProgram::Gone& gone) {
   Neighbours found;
@@ -654,8 +654,9 @@ struct NodeProgram::Places {
   std::vector<Placed> receives;  // parts of `incoming` streams
 };
 
-// Both ends of a leg have its streams in one order: the stream without a chain, then those along
-// chains by the source's node and the chain.
+// Finds which bytes of which streams a round carries, from and to whom, and where they lie in the
+// chunks. Both ends of a leg have its streams in one order: the stream without a chain, then those
+// along chains by the source's node and the chain.
 NodeProgram::Places NodeProgram::Place(int64_t round, const Course& course) const {
   const Gone& gone = course.gone;
   Places places;

@@ -12,10 +12,10 @@
 // same round, and every round loads the links in the same proportions as the whole program.
 //
 // The bytes that go along one chain (chains.h) from one source's node are one stream, which all
-// nodes of the chain derive: each receives it later by `lag` rounds than the node before, and sends
-// on the very bytes that it received, from the slot in which they are. The chunk to a peer then has
-// the bytes of several streams, one after the other. A node that is gone is left out of chains: the
-// node before it sends to the node behind it.
+// nodes of the chain derive: each receives it `lag` rounds later than the node before, and sends on
+// the very bytes that it received, from the slot in which they are. The chunk to a peer then has
+// the bytes of several streams, one after the other. A lost node is left out of chains: the node
+// before it sends to the node behind it.
 //
 // Invariants
 //  - Every element of every destination on the node is written exactly once: by a local move, or in
@@ -149,7 +149,7 @@ struct ExchangeLeg {
   int64_t in_offset = 0;
 };
 
-// Nodes of a plan that are gone, by number. Empty: none.
+// By number of a plan's node: whether the node was lost. Empty: no node was.
 using GoneNodes = std::vector<bool>;
 
 // How a run goes through the rounds of a program. All nodes have the same `gone` and `first` in a
@@ -192,14 +192,14 @@ class NodeProgram {
   using Gone = GoneNodes;
   using Course = RunCourse;
   // Returns one leg for each peer with bytes in that round, by ascending peers. Legs are made on
-  // demand, because all rounds of a big model together take gigabytes. Chains are closed over nodes
-  // that are gone; streams without a chain keep their legs.
+  // demand, because all rounds of a big model together take gigabytes. Chains are closed over lost
+  // nodes; streams without a chain keep their legs.
   std::vector<RoundLeg> Round(int64_t round, const Course& course = {}) const;
   // Returns the legs of Round, without their moves.
   std::vector<ExchangeLeg> Legs(int64_t round, const Course& course = {}) const;
   // Whether the node unpacks anything that it receives in that round.
   bool Unpacks(int64_t round, const Course& course) const;
-  // Adds to course.held what the rounds before `round` brought. These rounds must have ended.
+  // Adds to course.held the steps of the rounds before `round`, which must have ended.
   void Hold(int64_t round, Course* course) const;
   // Returns the first step of an incoming stream that the node has not stored; `rounds` if the node
   // has all of them.
@@ -222,8 +222,7 @@ class NodeProgram {
   void AddUnpack(const Placed& placed, RoundLeg* leg) const;
 };
 
-// One hash for the hashes of the streams from one node to another: the hash itself if there is one
-// stream.
+// One hash for the hashes of the streams from one node to another; of one stream, its own hash.
 uint64_t FoldStreams(const std::vector<uint64_t>& streams);
 
 // Whether two layouts have the same tensors and pieces in the same order; regions, byte offsets and
@@ -236,7 +235,7 @@ struct NodeProgramOptions {
   // number of the plan's other nodes; this product must be at least MinRelayRoundBytes.
   int64_t chunk_bytes = int64_t{64} << 20;
   int64_t max_moves = kMaxMoves;  // local moves plus targets of sections
-  // Set by the caller, on any thread, once the program is no longer wanted: CompileNode then ends
+  // A caller that no longer wants the program sets this, on any thread: CompileNode then ends
   // within milliseconds with CANCELLED. Null: it can't be cancelled.
   std::shared_ptr<const std::atomic<bool>> cancelled = nullptr;
 };

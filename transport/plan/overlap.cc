@@ -55,8 +55,8 @@ std::optional<Placed> Place(const TensorSpec& tensor, const Piece& piece, int64_
   return placed;
 }
 
-// Whether `small` is a part of `big`, with each of its elements where `big` has it, and `big` has
-// no two elements at one place.
+// Whether `small` is a part of `big` with each element at the same place, and `big` has no two
+// elements at one place.
 bool IsPartOf(const Placed& small, const Placed& big, int64_t* steps) {
   const Piece& s = *small.piece;
   const Piece& b = *big.piece;
@@ -101,7 +101,7 @@ absl::Status OverlapError(const Object& object, const Placed& a, std::string_vie
       b.bytes.begin, b.bytes.end);
 }
 
-// Whether the two may lie as they do.
+// Whether sharing bytes spoils neither of the two.
 bool Harmless(const Placed& a, const Placed& b, int64_t* steps) {
   if (!a.destination && !b.destination) return true;
   ++*steps;
@@ -165,7 +165,7 @@ absl::Status CheckOverlap(const std::vector<PlacedLayout>& members) {
       const Placed& a = pieces[i];
       for (size_t j = i + 1; j < pieces.size() && pieces[j].bytes.begin < a.bytes.end; ++j) {
         const Placed& b = pieces[j];
-        // Within one region ValidateLayout has looked.
+        // ValidateLayout has compared pieces of one region.
         const bool one_region = a.member == b.member && a.piece->region == b.piece->region;
         if (one_region) continue;
         if (++steps > kMaxOverlapSteps || !Harmless(a, b, &steps)) {

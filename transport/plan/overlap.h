@@ -1,10 +1,10 @@
 // Whether members' memory overlaps where the moves of a refit, or of a bucket, would spoil it
-// (P11): a destination that shares bytes with a source, or with another destination, changes it
-// when it is written. Only the very same elements at the very same places may share memory: what is
-// written there is what is there.
+// (P11): a destination that shares bytes with a source, or with another destination, changes that
+// when it is written. Only the very same elements at the very same places may share memory: writing
+// them changes nothing.
 //
-// Members bring memory as regions, each of which this daemon maps for itself, so addresses don't
-// tell whether two regions are one memory; origins do.
+// Members bring memory as regions, each of which this daemon maps for itself, so that origins, and
+// not addresses, show whether two regions are one memory.
 //
 // Pure; values, thread-safe as such.
 #ifndef REFITD_TRANSPORT_PLAN_OVERLAP_H_
@@ -32,7 +32,7 @@ struct MemoryOrigin {
     kFile,      // a memfd, by device and inode
     kBlock,     // a block of device memory that a handle names, by its address in this process
     kExported,  // device memory that a process exported, by that process and its address there
-    kUnknown,   // device memory that was exported: nothing tells whether another one is the same
+    kUnknown,   // exported device memory that may be the memory of any other export
   };
   Kind kind = Kind::kPrivate;
   uint64_t space = 0;   // file: the device; exported or unknown: the number of the GPU
@@ -58,8 +58,8 @@ struct PlacedLayout {
 // regions, and a sort of the pieces that lie in memory which several regions share.
 absl::Status CheckOverlap(const std::vector<PlacedLayout>& members);
 
-// By member: the regions of sources of which nothing tells whether they are the memory of a
-// destination.
+// By member: the regions of sources that may, or may not, be the memory of a destination
+// (kUnknown).
 std::vector<std::vector<RegionId>> UnknownSources(const std::vector<PlacedLayout>& members);
 
 // The memory of an update's destinations, to look up sources that come without a layout (buckets).
@@ -75,7 +75,7 @@ class DestinationPlaces {
                      std::string_view label) const;
   // Whether a destination lies in the same object, so that Check could find anything. Fast.
   bool Shares(const MemoryOrigin& origin) const;
-  // Whether nothing tells if a destination lies in the same object. Fast.
+  // Whether a destination may, or may not, lie in the same object (kUnknown). Fast.
   bool IsUnknown(const MemoryOrigin& origin) const;
 
  private:

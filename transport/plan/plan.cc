@@ -156,7 +156,7 @@ class Planner {
     if (AllDisjoint(held)) {
       for (const SourcePiece& piece : held) EmitSole(piece, *piece.box, wanted);
     } else {
-      ShareOut(held, wanted);
+      ChooseSources(held, wanted);
     }
     if (options_.require_cover && !Exhausted()) {
       REFITD_RETURN_IF_ERROR(CheckCovered(tensor, first_move));
@@ -199,7 +199,7 @@ class Planner {
   }
 
   // Decides, for every element that several sources hold, which of these sources is read.
-  void ShareOut(absl::Span<SourcePiece> held, const BoxIndex& wanted) {
+  void ChooseSources(absl::Span<SourcePiece> held, const BoxIndex& wanted) {
     const std::vector<Replicas> classes = Classes(held);
     std::vector<const Box*> boxes;
     boxes.reserve(classes.size());
@@ -342,7 +342,7 @@ class Planner {
 
   // ---- moves ----
 
-  // Does what Emit does, for a box of which destinations may want only parts.
+  // Emit for a box of which destinations may want only parts.
   void EmitSole(const SourcePiece& from, const Box& box, const BoxIndex& wanted) {
     if (sources_.size() > 1) {
       for (const Box& part : WantedOf(box, wanted)) {
@@ -415,7 +415,7 @@ class Planner {
         if (move.destination_piece != wanted.piece) continue;
         missing = Outside(missing, move.box);
       }
-      if (Exhausted()) return absl::OkStatus();  // the caller reports it
+      if (Exhausted()) return absl::OkStatus();  // the caller reports the limit
       return NotCovered(tensor.spec->name, wanted.destination,
                         *std::min_element(missing.begin(), missing.end(), BoxLess));
     }

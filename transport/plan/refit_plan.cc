@@ -138,7 +138,7 @@ class ReplicaFinder {
     return absl::OkStatus();
   }
 
-  // Sources need not have the tied name. If they have it, its values count.
+  // Sources need not have the tied name; if they do, its values are compared.
   absl::Status AddTie(const std::string& name, const std::string& same_as,
                       const std::string& destination,
                       std::set<std::pair<uint32_t, uint32_t>>* known) {
@@ -279,8 +279,8 @@ std::string LabelOf(const RoutePlan& plan, uint32_t source) {
   return fmt::format("source {}", source);
 }
 
-// The error for a box whose holders differ. It names the ranks whose digest is not the most common
-// one (of equally common digests, the first to come).
+// The error for a box whose holders differ. It names the ranks whose digest differs from the most
+// common digest (of equally common ones, the first).
 absl::Status Differ(const RefitPlan& plan, const Replica& replica,
                     const std::vector<uint64_t>& digests) {
   const auto holders = plan.replicas.HoldersOf(replica);

@@ -48,7 +48,7 @@ struct Replica {
 struct TiedTensors {
   uint32_t tensor = 0;  // index into RoutePlan::tensors
   uint32_t same_as = 0;
-  std::string destination;  // the label of one that ties them
+  std::string destination;  // the label of a destination that ties them
   // Boxes of Replicas that cover `tensor` once, from `begin` to before `middle`, and those that
   // cover `same_as`, from `middle` to before `end`.
   uint32_t begin = 0;
@@ -56,16 +56,16 @@ struct TiedTensors {
   uint32_t end = 0;
 };
 
-// What is compared before anything is written. Every element that more than one source rank holds
-// is in exactly one of the first `replicated` boxes, which are sorted by tensor, then by BoxLess.
-// The other boxes are those of ties; each has one holder.
+// The boxes that are compared before anything is written. Every element that more than one source
+// rank holds is in exactly one of the first `replicated` boxes, which are sorted by tensor, then by
+// BoxLess. The other boxes are those of ties; each has one holder.
 struct Replicas {
   std::vector<Replica> boxes;
   uint32_t replicated = 0;
   std::vector<TiedTensors> ties;
-  // The hash of each box, ascending, and the bytes of this box and all before.
+  // The hash of each box, ascending, with the bytes of the boxes up to this one.
   std::vector<std::pair<uint64_t, int64_t>> by_hash;
-  int64_t tensors = 0;  // how many have a box
+  int64_t tensors = 0;  // the number of tensors with a box
   // Sources of each set ascend; no two sets are equal.
   std::vector<std::vector<uint32_t>> holder_sets;
   absl::Span<const uint32_t> HoldersOf(const Replica& replica) const {

@@ -422,7 +422,7 @@ class Router {
     return instances;
   }
 
-  // Says which instance lacks a trainers' tensor, or returns an empty string.
+  // Names an instance that lacks a trainers' tensor, as text; empty: there is none.
   std::string Lacking(uint32_t tensor, const Instances& instances) const {
     const auto holder =
         std::find_if(sources_.declared.begin(), sources_.declared.end(),
@@ -983,7 +983,7 @@ class Router {
 
   // ---- chains ----
 
-  // Whether chains are worth it, because sources would send much of what they hold several times.
+  // Whether chains gain anything: sources would send much of what they hold several times.
   bool WantsChains() const {
     if (options_.relay_lag == 0 || !shared_) return false;
     for (uint32_t n = 0; n < plan_.nodes; ++n) {
@@ -1032,7 +1032,7 @@ class Router {
       set.bytes += bytes;
       for (const uint32_t node : nodes) sends[node] += bytes;
     }
-    // A set that matters little gets few orders, since each order is one more stream of every node.
+    // A set with few bytes gets few orders, since each order adds a stream to every node.
     int64_t least = options_.split_bytes;
     for (const int64_t bytes : sends) least = std::max(least, bytes / kLoadParts);
     const auto most = [](const std::vector<int64_t>& loads) {
@@ -1064,8 +1064,8 @@ class Router {
     return ElementCount(c.box) * ElementBytes(plan_.tensors[c.tensor].dtype);
   }
 
-  // Gives each order its share of a set's routes. Routes of one node come one after the other, so
-  // that each source's node takes few orders.
+  // Gives each order its share of a set's routes. Routes of one node follow one another, so that
+  // each source's node takes few orders.
   void Share(const Ids& nodes, const std::vector<ChainShare>& shares, ChainSet* set) {
     std::sort(set->chosen.begin(), set->chosen.end(), [this](uint32_t a, uint32_t b) {
       const auto key = [this](const Chosen& c) {
@@ -1108,8 +1108,8 @@ class Router {
     }
   }
 
-  // Cuts about `bytes` off a route. Nullopt: the route is too small for that, or the cut would be
-  // at one of its ends.
+  // Cuts about `bytes` off a route and returns them as a route. Nullopt: the route is too small for
+  // that, or the cut would be at one of its ends.
   std::optional<Chosen> CutOff(Chosen* route, int64_t bytes) const {
     if (BytesOf(*route) < options_.split_bytes || route->box.extent.empty()) return std::nullopt;
     const size_t dim = CutDimension(route->box, 2);
@@ -1181,6 +1181,7 @@ class Router {
     return node_sets_.Number(nodes);
   }
 
+  // Fills in the plan's statistics: bytes by rank, node and link, and the lower bound.
   void Count() {
     RouteBytes& links = plan_.links;
     const size_t nodes = plan_.nodes;
@@ -1367,6 +1368,7 @@ class PlanChecker {
     return absl::OkStatus();
   }
 
+  // Checks the numbers in every route, and that tensors ascend (P10).
   absl::Status CheckRoutes() const {
     if (plan_.routes.size() > static_cast<size_t>(kMaxRoutes)) {
       return Error(absl::StatusCode::kResourceExhausted, "routes: {} where {} are possible",

@@ -31,7 +31,7 @@ class Lists {
   Mutex mutex_;
   absl::flat_hash_map<uint64_t, std::weak_ptr<const TensorList::List>> lists_
       ABSL_GUARDED_BY(mutex_);
-  size_t room_ ABSL_GUARDED_BY(mutex_) = 2;  // with so many lists, those that are gone are removed
+  size_t room_ ABSL_GUARDED_BY(mutex_) = 2;  // at this number of lists, unused ones are removed
 };
 
 }  // namespace

@@ -11,9 +11,10 @@ namespace {
 int64_t FloorDivide(int64_t a, int64_t b) { return a / b - (a % b < 0 ? 1 : 0); }
 int64_t CeilDivide(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }
 
-// Decides whether a sum of x_i * stride_i, each x_i from 0 to count_i - 1, lies in a range. Takes
-// one axis after the other, the largest stride first. The remaining axes reach only up to a known
-// sum, and only multiples of the greatest common divisor of their strides, so few x are possible.
+// Decides whether a sum of x_i * stride_i, each x_i from 0 to count_i - 1, lies in a range. Tries
+// one axis after the other, the largest stride first. Few x need be tried, because the remaining
+// axes reach only up to a known sum, and only multiples of the greatest common divisor of their
+// strides.
 class SumInRange {
  public:
   SumInRange(absl::InlinedVector<Axis, 8> axes, int64_t most_steps, int64_t* steps)

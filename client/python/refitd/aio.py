@@ -1,4 +1,4 @@
-"""The asyncio forms of what blocks: `refitd.aio.Trainer`, `refitd.aio.Engine`, `refitd.aio.Update`.
+"""The asyncio forms of classes with blocking methods: `refitd.aio.Trainer`, `refitd.aio.Engine`, `refitd.aio.Update`.
 
     async with await refitd.aio.Engine.attach("policy", instance="vllm-0") as engine:
         await engine.register({name: parameter for name, parameter in model.named_parameters()})
@@ -6,7 +6,7 @@
 
 Blocking calls run on threads of refitd, never in the event loop or its executor. Cancelling a task that waits for an update's call
 gives the update up: the CancelledError goes on when the call has ended, or after 5 s. An event that came while its task was
-cancelled is not lost: the next to ask gets it. Properties and methods that don't block are those of the member: `.member`.
+cancelled is not lost: the task that asks next gets it. `.member` is the member itself, for properties and methods that don't block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ P = ParamSpec("P")
 
 
 def _formed(call: Callable[P, Coroutine[Any, Any, T]], form: Callable[[T], Form]) -> Callable[P, Coroutine[Any, Any, Form]]:
-    """The call, whose result gets an asyncio form."""
+    """The same call with its result in an asyncio form."""
 
     @functools.wraps(call)
     async def formed(*arguments: P.args, **named: P.kwargs) -> Form:
@@ -40,7 +40,7 @@ def _formed(call: Callable[P, Coroutine[Any, Any, T]], form: Callable[[T], Form]
 
 
 def _attaching(kind: Callable[P, Member], close: Callable[[Member], None]) -> Callable[P, Coroutine[Any, Any, Member]]:
-    """Attaches by a member's class, with its arguments and errors."""
+    """A coroutine function that attaches by a member's class, with the arguments and errors of the class."""
 
     async def attach(*arguments: P.args, **named: P.kwargs) -> Member:
         return await awaited(functools.partial(kind, *arguments, **named), disown=close)
@@ -51,8 +51,8 @@ def _attaching(kind: Callable[P, Member], close: Callable[[Member], None]) -> Ca
 def _awaiting(
     method: Callable[Concatenate[Member, P], T], cancel: Callable[..., None] | None = None, disown: Callable[[T], None] | None = None
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """The method of a member, awaited. `cancel`: gets the call's arguments where its task is cancelled. `disown`: gets a result that
-    nobody waits for."""
+    """The method of a member, awaited. `cancel`: gets the call's arguments where its task is cancelled. `disown`: gets a result for
+    which nobody waits."""
 
     @functools.wraps(method)
     async def call(form: Any, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -126,7 +126,7 @@ class Trainer(_Attached):
     """A trainer rank. Its methods are those of refitd.Trainer, awaited; cancelling refit or update gives the update up."""
 
     def __init__(self, member: trainer.Trainer) -> None:
-        """`member`: one that is attached already; else see attach()."""
+        """`member`: an attached member; attach() makes one."""
         self.member = member
 
     attach = staticmethod(_formed(_attaching(trainer.Trainer, trainer.Trainer.close), lambda member: Trainer(member)))
@@ -141,7 +141,7 @@ class Engine(_Attached):
     """An engine rank. Its methods are those of refitd.Engine, awaited; `async for event in engine` ends with close()."""
 
     def __init__(self, member: engine.Engine) -> None:
-        """`member`: one that is attached already; else see attach()."""
+        """`member`: an attached member; attach() makes one."""
         self.member = member
         self._inbox: Inbox | None = None
 
@@ -176,11 +176,11 @@ class Engine(_Attached):
 
     @property
     def weights(self) -> Weights:
-        """The weights' state, as refitd.Engine.weights tells it."""
+        """The weights' state: see refitd.Engine.weights."""
         return Weights(self.member.weights)
 
     @property
     def version(self) -> int | None:
-        """The version installed here, as refitd.Engine.version tells it."""
+        """The version installed here: see refitd.Engine.version."""
         version: int | None = self.member.version
         return version

@@ -1,9 +1,9 @@
 """A try of refitd in seconds: `python -m refitd.demo [--json]`.
 
 Starts a private daemon, two trainer ranks and an engine, each a process of its own, and moves three versions of 64 MiB in host memory
-from the ranks into the engine. The ranks hold halves: of one tensor rows, of the other columns. The engine holds both tensors whole, and
-after each update compares every byte with what it computes of the version by itself. In the update of a fourth version a rank is killed:
-the engine must keep the third. The demo needs nothing but this package.
+from the ranks into the engine. Each rank holds half of the rows of one tensor and half of the columns of the other. The engine
+holds both tensors whole, and after each update compares every byte with the version's, which it computes by itself. In the update of a
+fourth version a rank is killed: the engine must keep the third. The demo needs nothing but this package.
 
     from refitd import demo
     report = demo.run()                 # report.ok, report.versions, report.as_dict()
@@ -41,13 +41,13 @@ from .trainer import Trainer
 VERSIONS = 3
 RANKS = 2
 KILLED_RANK = 1
-# Far longer than anything takes; only what hangs reaches it.
+# Far longer than the demo takes: only a hang reaches this limit.
 LIMIT_SECONDS = 120.0
 SIDE = 4096
 ITEM_BYTES = 2
 ROW_BYTES = SIDE * ITEM_BYTES
 TENSOR_BYTES = SIDE * ROW_BYTES
-# The dimension of which each rank holds a half: rows as a column-parallel layer has it, columns as a row-parallel layer.
+# By tensor, the dimension of which each rank holds a half: rows (0) as in a column-parallel layer, columns (1) as in a row-parallel layer.
 SHARDED = {"q_proj": 0, "o_proj": 1}
 MODEL_BYTES = len(SHARDED) * TENSOR_BYTES
 
@@ -60,8 +60,8 @@ _SPECS = [TensorSpec(name, "bfloat16", (SIDE, SIDE)) for name in SHARDED]
 class Version:
     """What an update left in the engine.
 
-    `bytes`: that were committed, 0 of an aborted update; `seconds`: of the longest call of a rank; `held`: the version that the engine
-    holds after it; `compared_bytes`, `differing_bytes`: the engine's memory against that version.
+    `bytes`: how many were committed, 0 for an aborted update; `seconds`: the time of the longest call of a rank; `held`: the version that
+    the engine holds afterwards; `compared_bytes`, `differing_bytes`: how the engine's memory compares with that version.
     """
 
     version: int
@@ -73,7 +73,7 @@ class Version:
 
     @property
     def ok(self) -> bool:
-        """Whether all bytes of a version up to VERSIONS arrived, and of a later version none."""
+        """Whether all bytes arrived, or, of a version after VERSIONS, none."""
         as_expected = (MODEL_BYTES, self.version) if self.version <= VERSIONS else (0, VERSIONS)
         return (self.bytes, self.held) == as_expected and (self.compared_bytes, self.differing_bytes) == (MODEL_BYTES, 0)
 
@@ -82,7 +82,7 @@ class Version:
 class Report:
     """What was proved. `clean_at`: the version of the engine, by the daemon's status, None where the engine is not clean.
 
-    `exit_statuses`: of each process that was started, the killed rank's being -9; `seconds`: of everything.
+    `exit_statuses`: by process, -9 for the killed rank; `seconds`: the time of the whole demo.
     """
 
     refitd: str
@@ -113,12 +113,12 @@ def _rank_name(rank: int) -> str:
 
 
 def _row(name: str, version: int, row: int) -> bytes:
-    # The same bytes in every process, and as fast in a Python without OpenSSL, whose hashes are not.
+    # random gives the same bytes in every process, and is fast also in a Python without OpenSSL, unlike hashes.
     return random.Random(f"{name} {version} {row}").randbytes(ROW_BYTES)
 
 
 def _shard(name: str, version: int, rank: int) -> Iterator[bytes]:
-    """The bytes of a rank's half, in pieces, row-major."""
+    """The bytes of a rank's half, row by row."""
     half = SIDE // RANKS
     if SHARDED[name] == 0:
         yield from (_row(name, version, row) for row in range(rank * half, (rank + 1) * half))
@@ -128,23 +128,23 @@ def _shard(name: str, version: int, rank: int) -> Iterator[bytes]:
 
 
 def _fill(region: Region, version: int, rank: int) -> None:
-    at = 0
+    end = 0
     for name in SHARDED:
-        for piece in _shard(name, version, rank):
-            region[at : at + len(piece)] = piece
-            at += len(piece)
+        for row in _shard(name, version, rank):
+            region[end : end + len(row)] = row
+            end += len(row)
 
 
 def _differing_bytes(region: Region, version: int) -> tuple[int, int]:
     """How many bytes of the engine's memory were compared with the version, and how many of them differ."""
-    at = differing = 0
+    compared = differing = 0
     for name in SHARDED:
         for row in range(SIDE):
-            expected, held = _row(name, version, row), region[at : at + ROW_BYTES]
-            at += ROW_BYTES
+            expected, held = _row(name, version, row), region[compared : compared + ROW_BYTES]
+            compared += ROW_BYTES
             if held != expected:
                 differing += sum(a != b for a, b in zip(held, expected))
-    return at, differing
+    return compared, differing
 
 
 # ---- the processes of members: each prints a line of JSON for each step, and a trainer rank takes a line for each step ----
@@ -159,6 +159,7 @@ def _connect(socket: str) -> Connect:
 
 
 def _trainer(socket: str, rank: int) -> None:
+    """A trainer rank: fills its shards for each version, and refits when the parent lets it."""
     region = Region(MODEL_BYTES // RANKS)
     boxes = []
     for number, name in enumerate(SHARDED):
@@ -188,6 +189,7 @@ def _refit(trainer: Trainer, version: int) -> None:
 
 
 def _engine(socket: str) -> None:
+    """The engine: answers Prepare, and compares its memory after each outcome."""
     region = Region(MODEL_BYTES)  # what the engine computes with
     boxes = [
         Box(number, (0, 0), (SIDE, SIDE), (SIDE, 1), RegionMemory(region, number * TENSOR_BYTES, TENSOR_BYTES)) for number in range(len(_SPECS))
@@ -211,7 +213,7 @@ def _engine(socket: str) -> None:
 
 
 def _member(role: str, socket: str, rank: int) -> int:
-    """The process of a member; it stays until the parent closes its standard input, so that the daemon can be asked about it."""
+    """Runs a member; returns the exit status. The member stays until the parent closes the standard input, so that status shows it."""
     try:
         if role == "engine":
             _engine(socket)
@@ -231,14 +233,14 @@ class Failed(Exception):
 
 
 class _Member:
-    """A process of a member. `next` takes the steps that it prints."""
+    """A process of a member. `next` reads the steps that the process prints."""
 
     def __init__(self, name: str, arguments: Sequence[str], deadline: float) -> None:
         self.name = name
         self._deadline = deadline
         self._steps: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: nothing more will come
         command = [sys.executable, "-m", "refitd.demo", *arguments]
-        # A session of its own: Ctrl-C at the terminal goes to this process alone, which ends the members.
+        # In a session of its own, so that Ctrl-C at the terminal reaches the parent alone, which ends the members.
         self.process = testing.start_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -262,6 +264,7 @@ class _Member:
         return step
 
     def go(self) -> None:
+        """Lets a trainer rank make its next step."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
@@ -366,7 +369,7 @@ def _version() -> str:
 
 
 class _Interrupted(BaseException):
-    """A signal asked for the end. `number`: the signal's."""
+    """A signal that ends the demo came. `number`: the signal's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -378,11 +381,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # ending everything takes a moment, which nothing interrupts
+        signal.signal(each, signal.SIG_IGN)  # further signals must not interrupt the end of all processes
     raise _Interrupted(number)
 
 
 def _try(as_json: bool) -> int:
+    """Runs the demo and prints what it proved; returns the exit status."""
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
     say: Callable[[str], None] = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
@@ -397,11 +401,11 @@ def _try(as_json: bool) -> int:
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
-        _conclude(report)
+        _print_result(report)
     return 0 if report.ok else 1
 
 
-def _conclude(report: Report) -> None:
+def _print_result(report: Report) -> None:
     compared = sum(moved.compared_bytes for moved in report.versions)
     print(f"{'PROVED' if report.ok else 'NOT PROVED'} in {report.seconds:.1f} s: {VERSIONS} versions arrived, {compared:,} bytes compared")
 

@@ -1,7 +1,7 @@
-"""Looks at this machine and says what refitd can do here: `python -m refitd.doctor [--socket PATH] [--json]`.
+"""Looks at this machine and reports what refitd can do here: `python -m refitd.doctor [--socket PATH] [--json]`.
 
-What it prints is the first thing to read, and to send, when something does not work. It changes nothing: its own refit is of 1 MiB
-in host memory, in a group of its own, through the daemon at the socket, and through a private daemon where none answers there.
+Its output is the first thing to read, and to send, when something does not work. It changes nothing: its own refit is of 1 MiB
+in host memory, in a group of its own, through the daemon at the socket, or through a private daemon where no daemon answers there.
 
     from refitd import doctor
     report = doctor.examine()           # report.ok, report.findings, str(report), report.as_dict()
@@ -94,6 +94,7 @@ def examine(socket: str | None = None) -> Report:
 
 
 def _guarded(what: str, look: Callable[[], Finding]) -> Finding:
+    """The finding of `look`, or a note that it failed."""
     try:
         return look()
     except Exception as error:
@@ -196,13 +197,14 @@ def _look_at_shared_memory() -> Finding:
 
 
 def _memory_limit() -> int | None:
+    """The limit in bytes of this control group's memory; None: there is none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             with open(path) as file:
-                said = file.read().strip()
+                limit = file.read().strip()
         except OSError:
             continue
-        return int(said) if said.isdigit() and int(said) < 1 << 60 else None
+        return int(limit) if limit.isdigit() and int(limit) < 1 << 60 else None
     return None
 
 
@@ -221,6 +223,7 @@ _LOOKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
 
 
 def _look_at_socket(path: str) -> Finding:
+    """Looks whether a daemon takes connections at `path`."""
     figures = {"path": path}
     start = "start one: refitd --listen-unix PATH, and set REFITD_SOCKET=PATH; in a container, mount the folder of its socket"
     try:
@@ -259,6 +262,7 @@ def _examine_daemon(path: str, what: str) -> Iterator[Finding]:
 
 
 def _look_at_daemon(path: str, what: str) -> Finding:
+    """Asks the daemon for its status by refitctl."""
     version = _version()
     try:
         control = find("refitctl")
@@ -274,7 +278,7 @@ def _look_at_daemon(path: str, what: str) -> Finding:
     text = f"refitd {status['daemon_version']}, {len(status['groups'])} groups; " + "; ".join(
         f"{name} {'served' if transport['available'] else 'not served'} ({transport['detail']})" for name, transport in transports.items()
     )
-    figures = {"version": status["daemon_version"], "transports": {name: bool(of["available"]) for name, of in transports.items()}}
+    figures = {"version": status["daemon_version"], "transports": {name: bool(transport["available"]) for name, transport in transports.items()}}
     if not status["serving"]:
         return Finding(what, State.BROKEN, text, "it drains: wait for its successor", figures)
     if status["daemon_version"] != version:
@@ -295,6 +299,7 @@ def _refit(path: str) -> Finding:
 
 
 def _refit_twice(path: str) -> list[float]:
+    """Refits 1 MiB twice through the daemon at `path`; returns the seconds of each refit."""
     group = f"refitd-doctor-{os.getpid()}-{os.urandom(4).hex()}"
     spec = TensorSpec("doctor", "uint8", (REFIT_BYTES,))
 
@@ -307,7 +312,7 @@ def _refit_twice(path: str) -> list[float]:
                 if isinstance(event, Prepare):
                     event.ready()
         except Error:
-            pass  # the refit says what failed
+            pass  # the refit raises the reason
 
     source, target = Region(REFIT_BYTES), Region(REFIT_BYTES)
     connect = Connect(socket=path, wait_seconds=CALL_SECONDS, client="refitd.doctor")

@@ -24,7 +24,7 @@ from ._core.native import check, last_failure, made_by, shown, text
 from ._core.tensors import Places, describe, is_module
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument
 from .layout import Box, TensorSpec, devices
-from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
+from .layout.memory import BY_CODE, DTYPES, Arena, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, move_storages, resolve, versioned
 
 if TYPE_CHECKING:
     import numpy
@@ -44,20 +44,23 @@ class Weights(IntEnum):
 class Prepare:
     """An update begins: stop reading the weights, synchronise the device, then call ready().
 
-    `remaining_seconds`: of the update. `tensor_count`: what the trainer announced at the begin, of all ranks; None: it did not.
+    `remaining_seconds`: how long the update may take from now. `tensor_count`: how many tensors the trainer's ranks
+    announced together; None: they did not.
+    `flip`: the version lies in the other side of the engine's arena, complete and verified; ready() puts it into place.
     """
 
     version: int
     remaining_seconds: float
     tensor_count: int | None
+    flip: bool
     engine: Engine = field(repr=False, compare=False)
 
     def ready(self) -> None:
-        """Says that this rank no longer reads its weights. Raises FailedPrecondition where that is not due (any more)."""
+        """Answers that this rank no longer reads its weights. Raises FailedPrecondition where no answer is due (any more)."""
         self.engine.ready(self.version)
 
     def fail(self, reason: str) -> None:
-        """Says that this rank can't take the update; Aborted follows."""
+        """Refuses the update; Aborted follows."""
         self.engine.fail(self.version, reason)
 
 
@@ -65,8 +68,8 @@ class Prepare:
 class View:
     """A tensor of `shape` and `dtype`, or its elements [start, start + count) in row-major order, in the daemon's memory.
 
-    Read-only, though torch can't say so: a write there ends the process. The memory stays mapped as long as anything made of it,
-    but it shows other bytes once the part was acknowledged: copy what is needed longer.
+    Read-only, though torch can't mark it so: a write there ends the process. The memory stays mapped as long as an array or tensor of
+    it exists, but has other bytes once the part was acknowledged: copy what is needed longer.
     """
 
     name: str
@@ -113,11 +116,11 @@ class Part:
     engine: Engine = field(repr=False, compare=False)
 
     def ack(self) -> None:
-        """Says that the views are no longer read: on a GPU, that all work that reads them has ended."""
+        """Answers that the views are no longer read: on a GPU, that all work that reads them has ended."""
         self.engine.ack(self)
 
     def fail(self, reason: str) -> None:
-        """Says that this rank can't go on with the update; Aborted follows. ack() is due all the same."""
+        """Refuses to go on with the update; Aborted follows. ack() is due all the same."""
         self.engine.fail(self.version, reason)
 
 
@@ -153,7 +156,7 @@ class Draining:
 
 @dataclass(frozen=True)
 class Lost:
-    """The daemon went away, and is tried again (`reattach_seconds`). Resume if `weights` is CLEAN; use no views any more."""
+    """The daemon was lost, and the library tries to attach again (`reattach_seconds`). Resume if `weights` is CLEAN; use no views any more."""
 
     reason: str
     weights: Weights
@@ -161,7 +164,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Reattached:
-    """A daemon is there again. `version` is what this rank holds; None: nothing that is good."""
+    """A daemon is there again. `version` is what this rank holds; None: no clean version."""
 
     version: int | None
     weights: Weights
@@ -171,7 +174,7 @@ Event = Union[Prepare, Part, Committed, Aborted, Draining, Lost, Reattached]
 
 
 class Joiner:
-    """Makes whole tensors of parts: those larger than a slot arrive in several.
+    """Makes whole tensors of parts: a tensor larger than a slot arrives in several.
 
         joiner = Joiner()
         for event in engine:
@@ -185,7 +188,7 @@ class Joiner:
     """
 
     def __init__(self) -> None:
-        self._begun: dict[str, tuple[View, dict[int, int]]] = {}  # the whole view, and counts by start
+        self._begun: dict[str, tuple[View, dict[int, int]]] = {}  # by name, the whole tensor, and the counts of its parts by start
 
     def add(self, part: Part) -> Iterator[View]:
         """Yields the whole tensors of the part, and those that it completes, in the part's order. The part has been read only when the
@@ -202,6 +205,7 @@ class Joiner:
                 yield joined
 
     def _join(self, view: View, engine: Engine) -> View | None:
+        """Copies a part into its whole tensor; returns that tensor once it is complete."""
         begun = self._begun.get(view.name)
         if begun is None:
             nbytes = math.prod(view.shape) * DTYPES[view.dtype].itemsize
@@ -232,7 +236,7 @@ class Joiner:
         return list(self._begun)
 
     def reset(self) -> None:
-        """Forgets what is not complete: on Committed, Aborted and Lost."""
+        """Forgets tensors that are not complete; call it on Committed, Aborted and Lost."""
         self._begun.clear()
 
 
@@ -296,8 +300,8 @@ class Engine(Member):
             catch_up: Without `loader`, whether the rank takes part in catch-ups. If its instance lacks the group's version, it gets that version
                 from clean instances, by Prepare and its outcome as in any update, so keep taking events. If its instance holds the
                 version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
-                answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Say
-                False where it is not, or where events are taken only when the trainer says so.
+                answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Pass
+                False where it is not, or where events are taken only when the trainer calls.
             device: Where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where torch has used CUDA in this
                 process, else host memory until tensors on a GPU are registered, for which the engine attaches anew there.
             socket: The path of the daemon's socket, in short for `connect.socket`.
@@ -347,6 +351,49 @@ class Engine(Member):
 
     # ---- layout ----
 
+    def adopt(self, module: torch.nn.Module, *, buffers: bool = True) -> None:
+        """Moves a module's parameters, and buffers, into an arena of this engine: memory with two sides on the engine's device. Call it once
+        the weights are loaded, before register() and before CUDA graphs are captured.
+
+        From then on versions are written to the other side while the engine serves. Prepare comes with `flip` when a version is complete and
+        verified, and ready() exchanges the sides, which takes microseconds on the host and milliseconds on a GPU. Tensors keep their addresses,
+        values and ties. The arena takes twice the bytes of what it holds. What the module writes while it serves (counters, statistics) must
+        not be in it: the other side would not have it.
+
+        Args:
+            module: A torch module. Tensors on other devices than the engine's, and those in regions or arenas already, stay where they are.
+            buffers: Whether its buffers are moved as well.
+
+        Raises:
+            ResourceExhausted: There is too little memory for the arena.
+        """
+        tensors: list[torch.Tensor] = list(module.parameters())
+        if buffers:
+            tensors += list(module.buffers())
+        with paused():
+            self._follow_memory(devices.device_of(tensors))
+        kind = devices.kind_of(self.device)
+        if kind is None:
+            move_storages(tensors, "cpu", self._new_arena)
+            return
+        kind.synchronize_all(self.device)
+        move_storages(tensors, kind.torch_type, self._new_arena)
+        kind.synchronize_all(self.device)
+
+    def _new_arena(self, nbytes: int) -> tuple[Arena, HostBytes | DeviceBytes]:
+        def make() -> Arena:
+            with self._handle as handle:
+                made = made_by("refit_engine_new_arena", handle, nbytes, free="refit_region_free", what="an arena", context=self.label)
+                with made as region:
+                    library = native.library()
+                    arena = Arena(library.refit_region_data(region), library.refit_region_bytes(region), made)
+            with self._lock:
+                self._known[arena] = made
+            return arena
+
+        arena = interruptible(make, cancel=ends_soon)
+        return arena, devices.bytes_at(self.device, arena.pointer, arena.nbytes, arena)
+
     def register(
         self, layout: Any, *, buffers: bool | Sequence[str] = True, leave_out: Sequence[str] = (), tied: bool | Mapping[str, str] = True
     ) -> None:
@@ -391,16 +438,15 @@ class Engine(Member):
         self._places = None
         with paused():
             check_tensors(tensors, self.label)
-            self._follow_memory(boxes)
+            self._follow_memory(next((box.memory.device_uuid for box in boxes if isinstance(box.memory, DeviceMemory)), None))
             boxes = [*boxes, *_tied_boxes(tensors, boxes, tied or {})]
             self._register(Registration(list(tensors), list(boxes), []), stage=False)
 
-    def _follow_memory(self, boxes: Sequence[Box]) -> None:
-        """Attaches anew on the device of the first tensors that are registered, where no device was given and the host was taken: CUDA was
-        not used when this engine attached. An error leaves the engine closed."""
+    def _follow_memory(self, device: str | None) -> None:
+        """Attaches anew on the device of the first tensors that come, where no device was given and the host was taken: CUDA was not used
+        when this engine attached. An error leaves the engine closed. `device`: None is the host."""
         if not self._follows_memory:
             return
-        device = next((box.memory.device_uuid for box in boxes if isinstance(box.memory, DeviceMemory)), None)
         if device is not None and self._on_host:
             options, connect, _ = self._options
             interruptible(self._handle.close, cancel=ends_soon)
@@ -425,23 +471,26 @@ class Engine(Member):
     def next(self, timeout_seconds: float | None = None) -> Event:
         """The next event. Raises DeadlineExceeded after `timeout_seconds` (None: never), Closed after close(), and what ended the
         lease (Unavailable, ...) once no event is left."""
-        event = self._next_unless(None, timeout_seconds)
+        event = self._next_or_none(None, timeout_seconds)
         if event is None:
             raise DeadlineExceeded(f"{self.label}: no event within {timeout_seconds} s")
         return event
 
     def poll(self, seconds: float = 0.0) -> Event | None:
         """The next event, or None after `seconds`."""
-        return self._next_unless(None, seconds)
+        return self._next_or_none(None, seconds)
 
-    def _next_unless(self, stopped: threading.Event | None, timeout_seconds: float | None) -> Event | None:
+    def _next_or_none(self, stopped: threading.Event | None, timeout_seconds: float | None) -> Event | None:
         """The next event; None after `timeout_seconds`, or soon after `stopped` was set."""
-        gone = threading.Event()
-        number, event = interruptible(lambda: self._take(gone, stopped, timeout_seconds), cancel=gone.set, disown=self._restore)
+        caller_left = threading.Event()
+        # A signal handler may end the wait: `cancel` then ends _take, and `disown` puts back an event that it took.
+        _, event = interruptible(lambda: self._take(caller_left, stopped, timeout_seconds), cancel=caller_left.set, disown=self._restore)
         return event
 
-    def _take(self, gone: threading.Event, stopped: threading.Event | None, timeout_seconds: float | None) -> tuple[int, Event | None]:
-        """Returns what _next_unless returns, with the event's number. `gone` is set when its caller waits no more.
+    def _take(
+        self, caller_left: threading.Event, stopped: threading.Event | None, timeout_seconds: float | None
+    ) -> tuple[int, Event | None]:
+        """Returns what _next_or_none returns, with the event's number. `caller_left` is set when the caller waits no more.
 
         Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _restore().
         """
@@ -449,7 +498,7 @@ class Engine(Member):
         while True:
             remaining = SLICE_SECONDS if deadline is None else min(SLICE_SECONDS, deadline - time.monotonic())
             with self._events:
-                if gone.is_set():
+                if caller_left.is_set():
                     return 0, None
                 if self._pending:
                     return self._pending.pop(0)
@@ -463,11 +512,11 @@ class Engine(Member):
                 return 0, None
 
     def _put_back(self, event: Event) -> None:
-        """For a caller that took an event which it can't use now: the next call gets it before any other."""
+        """For a caller that can't use its event now: the next call gets that event before any other."""
         self._restore((-1, event))
 
     def _restore(self, taken: tuple[int, Event | None]) -> None:
-        """For a caller that was interrupted or cancelled when it had the event all but in hand: the next call gets it in its order."""
+        """For a caller that was interrupted or cancelled after the event was taken: the next call gets the event, in its order."""
         number, event = taken
         if event is not None:
             with self._events:
@@ -475,11 +524,12 @@ class Engine(Member):
                 self._pending.sort(key=lambda entry: entry[0])
 
     def _event(self, handle: int, raw: native.refit_event) -> Event | None:
+        """The library's event as an object; None: nothing happened that this version knows."""
         kind = raw.kind
         if kind == native.EVENT_NOTHING:
             return None
         if kind == native.EVENT_PREPARE:
-            return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, self)
+            return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, bool(raw.flip), self)
         if kind == native.EVENT_PART:
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == native.EVENT_COMMITTED:
@@ -496,7 +546,7 @@ class Engine(Member):
         return None  # an event of a later library
 
     def _mark_written(self) -> None:
-        """The daemon wrote past torch: copies of weights that a module keeps by a tensor's version are stale from now on (P11)."""
+        """Counts up the versions of tensors that the daemon wrote past torch: copies that a module keeps by a version become stale (P11)."""
         with self._lock:
             registration, places = self._registration, self._places
         if registration is None or "torch" not in sys.modules:
@@ -508,6 +558,7 @@ class Engine(Member):
         mark_versions(self._written[2])
 
     def _views(self, handle: int, raw: native.refit_event) -> tuple[View, ...]:
+        """The views of a Part, each of which keeps the slot's memory mapped."""
         hold = made_by("refit_engine_hold", handle, free="refit_hold_free", what="a part's memory", context=self.label)
         views = []
         for i in range(raw.view_count):
@@ -524,7 +575,7 @@ class Engine(Member):
         kind = devices.kind_of(self.device)
         if kind is not None and self.device is not None:
             return kind.new_bytes(self.device, nbytes)
-        room = Region(max(nbytes, 1))  # of its own, so it is page-aligned, and the system gets it back as soon as it is unused
+        room = Region(max(nbytes, 1))  # a region of its own is page-aligned, and is freed as soon as it is unused
         return HostBytes(room.pointer, nbytes, room)
 
     # ---- answers ----
@@ -532,13 +583,14 @@ class Engine(Member):
     def ready(self, version: int) -> None:
         """Answers Prepare: this rank no longer reads its weights.
 
-        Raises FailedPrecondition where that is not due (any more), and where a registered tensor's memory moved since, which nothing
-        would be written to: the update fails then, and the tensors must be registered again.
+        Raises FailedPrecondition where no answer is due (any more), and where a registered tensor lies in other memory now, which nobody
+        would write: the update fails then, and the tensors must be registered again.
         """
         self._check_unmoved(version)
         self._check("ready", checked_version(version))
 
     def _check_unmoved(self, version: int) -> None:
+        """Refuses the update where a registered tensor lies in other memory now."""
         with self._lock:
             registration, places = self._registration, self._places
         if registration is not None and registration.moved():
@@ -553,11 +605,11 @@ class Engine(Member):
         raise FailedPrecondition(f"{why}: register the parameters again", culprit=culprit)
 
     def ack(self, part: Part) -> None:
-        """Answers Part: its views are no longer read. Raises FailedPrecondition where that is not due (any more)."""
+        """Answers Part: its views are no longer read. Raises FailedPrecondition where no answer is due (any more)."""
         self._check("ack", part.update_id, part.part)
 
     def fail(self, version: int, reason: str) -> None:
-        """Says that this rank can't go on with the update to `version`; Aborted follows."""
+        """Refuses to go on with the update to `version`; Aborted follows."""
         self._check("fail", checked_version(version), text(reason))
 
     # ---- state ----
@@ -569,7 +621,7 @@ class Engine(Member):
 
     @property
     def version(self) -> int | None:
-        """The version installed here; None: none, or the weights are not good."""
+        """The version installed here; None: none, or the weights are not clean."""
         return self._ask_version("version")
 
 
@@ -577,15 +629,15 @@ def _tied_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mappi
     """The boxes of the names in `tied`: the library knows by equal boxes that two names are one memory."""
     numbers = {spec.name: i for i, spec in enumerate(tensors)}
     for name, kept in tied.items():
-        number, of = numbers.get(name), numbers.get(kept)
-        if number is None or of is None:
+        number, owner = numbers.get(name), numbers.get(kept)
+        if number is None or owner is None:
             continue
-        if (tensors[number].dtype, tuple(tensors[number].shape)) == (tensors[of].dtype, tuple(tensors[of].shape)):
-            yield from [replace(box, tensor_index=number) for box in boxes if box.tensor_index == of]
+        if (tensors[number].dtype, tuple(tensors[number].shape)) == (tensors[owner].dtype, tuple(tensors[owner].shape)):
+            yield from [replace(box, tensor_index=number) for box in boxes if box.tensor_index == owner]
 
 
 def spec_of(entry: TensorSpec | tuple[str, Any, Sequence[int]]) -> TensorSpec:
-    """The entry as a TensorSpec, which it is already, or which is made of (name, dtype, shape)."""
+    """Returns a TensorSpec as it is; makes one of (name, dtype, shape)."""
     if isinstance(entry, TensorSpec):
         return entry
     name, dtype, shape = entry
@@ -602,7 +654,7 @@ class Inbox:
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
         self.loop = loop
         self._engine = engine
-        self._turn: asyncio.Future[None] = loop.create_future()  # done when the turn of the next to ask begins
+        self._turn: asyncio.Future[None] = loop.create_future()  # done when the task that asks next may read
         self._turn.set_result(None)
 
     async def next(self, timeout_seconds: float | None) -> Event | None:
@@ -610,17 +662,17 @@ class Inbox:
         deadline = None if timeout_seconds is None else self.loop.time() + timeout_seconds
         turn, following = self._turn, self.loop.create_future()
         self._turn = following
-        last: asyncio.Future[Any] = turn  # the turn is over with it
-        gone = threading.Event()
+        last: asyncio.Future[Any] = turn  # the turn ends when this is done
+        caller_left = threading.Event()
         try:
             if not turn.done() and not (await asyncio.wait((turn,), timeout=timeout_seconds))[0]:
                 return None
             remaining = None if deadline is None else max(deadline - self.loop.time(), 0.0)
-            take = partial(self._engine._take, gone, None, remaining)
-            last = self.loop.create_task(awaited(take, cancel=gone.set, disown=self._engine._restore))
+            take = partial(self._engine._take, caller_left, None, remaining)
+            last = self.loop.create_task(awaited(take, cancel=caller_left.set, disown=self._engine._restore))
             return (await asyncio.shield(last))[1]  # type: ignore[no-any-return]
         except asyncio.CancelledError:
-            gone.set()
+            caller_left.set()
             if last is not turn:
                 last.add_done_callback(self._put_back)
             raise

@@ -59,7 +59,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Failure:
-    """What is known of a failure beside its status and its text, as the library tells it; see Error for the fields."""
+    """What the library reports of a failure beside status and text; see Error for the fields."""
 
     suspects: tuple[Suspect, ...] = ()
     suspect_count: int = 0
@@ -80,7 +80,7 @@ class Failure:
 
 
 def escaped(text: str, keep: str = "") -> str:
-    """The text as a terminal or a log may show it, whoever wrote it: control characters, marks that change the direction of writing and
+    """The text in a form that is safe on a terminal and in a log: control characters, marks that change the direction of writing and
     separators of lines are written out, as in "\\x1b" and "\\u202e". `keep`: characters that stay."""
     if text.isprintable():
         return text
@@ -94,20 +94,20 @@ _UNPRINTED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 class Error(Exception):
     """The exception that every call of refitd raises when it fails; the subclass follows `status`.
 
-    Programs decide by these fields and by the class. The text is for people: it holds what trainers and engines said, and may be cut.
+    Programs decide by these fields and by the class. The text is for people: it may have parts that trainers and engines wrote, and may be cut.
 
     `status`: the gRPC status.
     `culprit`: who or what caused the failure, as far as it is known: "tensor 'w'", "parameter 'w'", "module 'm'", "trainer rank 3",
     "engine a rank 0", "instance a", "process 1" (of a launcher's), "daemon NAME", or the name of an argument or file; else None.
-    `suspects`: those who may have caused it, or were waited for, the likeliest first; `suspect_count` counts also those that are not
+    `suspects`: who may have caused the failure, or did not answer, the likeliest first; `suspect_count` counts also those that are not
     named (more than 8).
-    `dirty`: of the end of an update: True where weights of engines may be torn, so that these engines serve nothing until the next
+    `dirty`: how an update ended: True where weights of engines may be torn, so that these engines serve nothing until the next
     commit; False where every engine still holds the version before. None where it is not known: the failure is not an update's end, or
     the answer was lost, and then engines may be dirty.
     `dirty_instances`: the engines' instances that are dirty; `dirty_count` counts also those that are not named (more than 16).
-    `tensor`: the first that the failure is about; `field`: the field or argument that was refused; `version`: of the update. None:
-    none is.
-    `retriable`: whether the same call may succeed later, since what failed may pass. After a lost update that is the next version.
+    `tensor`: the first tensor that the failure is about; `field`: the field or argument that was refused; `version`: of the update.
+    None: there is none.
+    `retriable`: whether the same call may succeed later, because the cause may pass. After a lost update, call with the next version.
     """
 
     status: Status = Status.UNKNOWN
@@ -248,7 +248,7 @@ class StagingWarning(UserWarning):
     """Tensors lie outside refitd's regions and are therefore copied at every refit."""
 
 
-_BY_STATUS = {kind.status: kind for kind in Error.__subclasses__()}  # those above, but for the two that are FailedPrecondition
+_BY_STATUS = {kind.status: kind for kind in Error.__subclasses__()}  # Closed and Forked are no direct subclasses
 
 
 def subclass_of(status: Status) -> type[Error]:

@@ -54,8 +54,8 @@ def measure(trainer: Any, engine: Any, mask: Any = None) -> Measured:
     """Compares log-probabilities, natural logarithms, that both give to tokens which the engine sampled.
 
     `trainer`, `engine`: of the same shape: torch tensors, numpy arrays or sequences of numbers. `mask`: of that shape, which of them
-    count; None: all. The estimate is the mean of exp(d) - 1 - d with d = trainer - engine: never negative, and small also where
-    single differences of both signs are not.
+    count; None: all. The estimate is the mean of exp(d) - 1 - d with d = trainer - engine. No term is negative, so that differences of
+    opposite sign do not cancel, and it scatters less than the mean of -d.
 
     Raises InvalidArgument where shapes differ or no token counts, FailedPrecondition where a log-probability that counts is not a
     finite number, or is above 0 by more than rounding.
@@ -65,18 +65,18 @@ def measure(trainer: Any, engine: Any, mask: Any = None) -> Measured:
         raise InvalidArgument(f"log-probabilities and mask differ in shape: {', '.join(map(str, sorted(shapes)))}", culprit="shape")
     ours, theirs = _numbers(trainer), _numbers(engine)
     if mask is not None:
-        counts = [bool(x) for x in _numbers(mask)]
-        ours = [x for x, counted in zip(ours, counts) if counted]
-        theirs = [x for x, counted in zip(theirs, counts) if counted]
+        counted = [bool(x) for x in _numbers(mask)]
+        ours = [x for x, keep in zip(ours, counted) if keep]
+        theirs = [x for x, keep in zip(theirs, counted) if keep]
     if not ours:
         raise InvalidArgument("no token counts", culprit="mask")
     for who, values in (("trainer", ours), ("engine", theirs)):
         for position, value in enumerate(values):
             if not math.isfinite(value) or value > 0.01:
-                raise FailedPrecondition(f"token {position} has log-probability {value} of the {who}", culprit=who)
+                raise FailedPrecondition(f"token {position} of those that count has log-probability {value} of the {who}", culprit=who)
     differences = [x - y for x, y in zip(ours, theirs)]
     largest_at = max(range(len(differences)), key=lambda i: abs(differences[i]))
-    # expm1(d) - d cancels below 1e-5: there the series is exact to double precision's rounding.
+    # Below 1e-5, exp(d) - 1 - d would lose its digits by cancellation; the series is exact to rounding there.
     total = math.fsum(d * d / 2 + d**3 / 6 if abs(d) < 1e-5 else _expm1(d) - d for d in differences)
     return Measured(total / len(differences), abs(differences[largest_at]), largest_at, len(differences))
 
@@ -116,7 +116,7 @@ def check(
     if measured.kl > most:
         raise Diverged(
             f"{what} does not serve the trainer's weights: KL {measured.kl:.3g} nats a token over {measured.tokens} tokens, at most "
-            f"{most:.3g} is rounding; token {measured.largest_at} differs most, by {measured.largest:.3g} nats",
+            f"{most:.3g} is rounding; token {measured.largest_at} of those that count differs most, by {measured.largest:.3g} nats",
             measured,
             most,
         )

@@ -1,4 +1,4 @@
-"""A private daemon for tests: started on a socket of its own, and stopped for sure.
+"""A private daemon for tests: started on a socket of its own, and stopped whatever happens.
 
     with refitd.testing.daemon() as daemon:
         trainer = refitd.Trainer("policy", socket=daemon.socket)
@@ -25,7 +25,7 @@ from typing import Any
 from ._core.native import find
 from .errors import DeadlineExceeded, Unavailable
 
-# Far longer than anything takes; only what hangs reaches them.
+# Far longer than starts and stops take: only a hang reaches these limits.
 START_SECONDS = 60.0
 STOP_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
@@ -46,7 +46,7 @@ class Daemon:
     def __init__(self, flags: Sequence[str] = ()) -> None:
         """Starts the daemon, with further flags of its command line. It ends with the thread that started it at the latest.
 
-        Raises FileNotFoundError where there is no binary, Unavailable with its log where it ends, DeadlineExceeded.
+        Raises FileNotFoundError where there is no binary, Unavailable with the log where the daemon ends, DeadlineExceeded.
         """
         # Not the environment's TMPDIR: the path of a unix socket has at most 107 bytes.
         self.folder = tempfile.mkdtemp(prefix="refitd-", dir="/tmp")

@@ -29,7 +29,7 @@ from .layout.memory import DeviceBytes, HostBytes, Source
 
 
 VERIFICATIONS = {None: 0, "off": 1, "transfer": 2, "readback": 3}
-# A bucket over TCP has at most this: a quarter of what a daemon takes in a call by default (limits.inline_bytes).
+# The most bytes of a bucket over TCP: a quarter of what a daemon takes in a call by default (limits.inline_bytes).
 INLINE_BYTES = 1 << 20
 OUTCOMES = ("unknown", "running", "committed", "aborted")
 
@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class InstanceOutcome:
-    """How an instance came out of an update; `reason` says to people why one that did not commit was evicted, `failure` as data."""
+    """Whether an instance committed an update. `reason` (for people) and `failure` (as data): why an instance that did not was evicted."""
 
     instance: str
     committed: bool
@@ -55,12 +55,12 @@ class InstanceOutcome:
 class UpdateResult:
     """A committed update.
 
-    `bytes`: of tensor data that all trainer ranks moved. `seconds`: from the first rank's begin to the decision, by the daemon's
+    `bytes`: how much tensor data all trainer ranks moved. `seconds`: from the first rank's begin to the decision, by the daemon's
     clock. `instances`: those that took part; empty where the commit's answer was lost with the daemon. `pushed_bytes`: by method of
-    broadcast, what of `bytes` was pushed. `left_out_tensors`, `left_out_bytes`: tensors that came and were written nowhere, because no
-    engine wants them (`unwanted_tensors`) or their memory is another tensor's (tied weights); `left_out`: the names of the first 64,
-    sorted. `staged_bytes`: of this rank, copied first since they lie outside of regions. `rebound`: names of this rank
-    that were bound to other tensors or other memory than before.
+    broadcast, how many of `bytes` were pushed. `left_out_tensors`, `left_out_bytes`: tensors that came and were written nowhere, because
+    no engine wants them (`unwanted_tensors`) or their memory is another tensor's (tied weights); `left_out`: the names of the first 64,
+    sorted. `staged_bytes`: how many bytes this rank copied first, since they lie outside of regions. `rebound`: how many names of this
+    rank were bound to other tensors or other memory than before.
     """
 
     version: int
@@ -80,7 +80,7 @@ class UpdateResult:
         return sum(outcome.committed for outcome in self.instances)
 
 
-# The most names that the library tells of tensors that were left out.
+# How many tensors that were left out the library names at most.
 MAX_NAMED = 64
 
 
@@ -106,7 +106,7 @@ def result_of(raw: native.refit_commit_result, of: str, handle: int, staged_byte
 
 
 class _Window:
-    """The slots that this rank holds: leased, or pushed and not answered yet. The daemon refuses to lease more than `slots`."""
+    """The slots that this rank holds: leased ones, and pushed ones without an answer. The daemon refuses to lease more than `slots`."""
 
     def __init__(self, slots: int) -> None:
         self._free: queue.SimpleQueue[None] = queue.SimpleQueue()  # an entry for each slot that may be leased
@@ -117,9 +117,10 @@ class _Window:
         _windows[self.key] = self
 
     def enter(self) -> None:
-        """Counts one more slot as held; waits while this rank holds as many as it may. A push is answered at the latest when the update's time has passed.
+        """Counts one more slot as held; waits while this rank holds as many as it may, at the latest until the update's time has passed,
+        when every push is answered.
 
-        Raises the first error of any push: then slots may never come back, as those of an interrupted call.
+        Raises the first error of any push: then slots may never come back, such as those of an interrupted call.
         """
         while True:
             try:
@@ -138,7 +139,7 @@ _windows: weakref.WeakValueDictionary[int, _Window] = weakref.WeakValueDictionar
 
 
 def _on_answer(key: int, status: int, message: bytes) -> None:
-    """Notes that a push was answered; runs on a thread of the library. This function stays for good, so that it outlives its callers."""
+    """Notes that a push was answered; runs on a thread of the library. It is never freed, so that it outlives its callers."""
     window = _windows.get(key)
     if window is None:
         return
@@ -153,7 +154,7 @@ _answered = native.refit_done(_on_answer)
 class PushedTensor(NamedTuple):
     """A tensor that was pushed before: the same tensors come in every update. `torch_dtype`: None where it was no torch tensor.
 
-    `number`: the packer's, of the tensor's name.
+    `number`: the packer's number of the tensor's name.
     """
 
     spec: TensorSpec
@@ -171,7 +172,7 @@ class _Slot:
         self.window = window
 
     def close(self) -> None:
-        """Gives the slot back, which was not pushed."""
+        """Gives back a slot that was not pushed."""
         if self.handle is not None:
             self.handle.close()
         self.window.leave()
@@ -180,12 +181,12 @@ class _Slot:
 class Update:
     """An update that this rank has begun: every engine has stopped reading its weights. Made by Trainer.update().
 
-    Leaving its `with` block commits it, or aborts it where an exception leaves the block; `result` then tells of it. An exception that
-    aborts it, whatever its class, leaves with the attribute `dirty`: True where bytes had reached engines, which then serve nothing until
-    the next commit; False where all hold the version before; None where the daemon did not tell. Threads may take turns; pushes of
-    several threads at once are made one after the other.
+    Leaving its `with` block commits it, or aborts it where an exception leaves the block; `result` is then set. An exception that
+    aborts the update gets the attribute `dirty`, whatever its class: True where bytes had reached engines, which then serve nothing until
+    the next commit; False where all hold the version before; None where that is not known. Threads may take turns; pushes of several
+    threads at once are made one after the other.
 
-    `lost`: why it was lost, after abort() or such an exception; None before, and where the daemon did not tell.
+    `lost`: why the update was lost, after abort() or such an exception; None before, and where the reason is not known.
     """
 
     def __init__(self, trainer: Trainer, handle: Handle, version: int, with_layout: bool) -> None:
@@ -211,7 +212,7 @@ class Update:
 
     @property
     def ended(self) -> bool:
-        """Whether it was committed, aborted or closed."""
+        """Whether the update was committed, aborted or closed."""
         return self.result is not None or self._handle.closed
 
     # ---- pushing ----
@@ -224,13 +225,13 @@ class Update:
             tensor: A torch tensor of any strides and device, a numpy array, or anything with DLPack or the buffer protocol.
             shape: For a part of a tensor, the whole tensor's shape, in elements.
             start: For a part of a tensor, the first element, in row-major order, that `tensor` holds.
-            dtype: Of raw bytes (uint8), what they hold; for all others only checked.
+            dtype: The dtype of the elements in raw bytes (uint8); other tensors are only compared with it.
 
         Raises:
             InvalidArgument: The tensor can't be pushed; the error names it. What the daemon refuses (a tensor that engines do not know, a
-                wrong shape) is raised by a later push or by the commit, as the push is not waited for.
+                wrong shape) is raised by a later push or by the commit, as this call does not wait for the daemon.
         """
-        # Most tensors of most updates take this way alone: exporters yield thousands of small tensors, the same every time.
+        # The fast way takes most tensors of most updates: exporters yield thousands of small tensors, the same every time.
         if shape is None and dtype is None and start == 0 and self._put_fast(name, tensor):
             return
         self._push(name, tensor, shape, start, dtype)
@@ -266,8 +267,9 @@ class Update:
             self._pack(known.number, start, source)
 
     def _pack(self, number: int, start: int, source: Source) -> None:
+        """Copies the source into slots: into one if it fits, else in parts."""
         nbytes = source.elements * source.dtype.itemsize
-        # A bucket has a tensor once: another part of it goes into the next.
+        # A bucket has a tensor only once: a further part of the tensor goes into the next bucket.
         if self._slot is not None and nbytes > self._packer.room(number) and self._packer.count:
             self._send()
         slot = self._slot or self._lease()
@@ -287,18 +289,19 @@ class Update:
         """Copies elements [done, done + count) of the source into the slot. A signal handler that raises leaves at most a gap."""
         itemsize = source.dtype.itemsize
         nbytes = count * itemsize
-        at = self._packer.reserve(number, nbytes)
+        offset = self._packer.reserve(number, nbytes)
         if nbytes and source.copy is None and slot.on_host:
-            ctypes.memmove(slot.data.pointer + at, source.pointer + done * itemsize, nbytes)
+            ctypes.memmove(slot.data.pointer + offset, source.pointer + done * itemsize, nbytes)
         elif nbytes:
-            target = slot.data.part(at, nbytes)
+            target = slot.data.part(offset, nbytes)
             if source.copy is None:
                 copy_host(target, source.pointer + done * itemsize, nbytes)
             else:
                 source.copy(target, done, count)
-        self._packer.add(number, start + done, count, at)
+        self._packer.add(number, start + done, count, offset)
 
     def _lease(self) -> _Slot:
+        """Leases a slot and begins a bucket in it, which is then the current slot."""
         def lease() -> _Slot:
             self._handle.check_open()
             self._window.enter()
@@ -320,6 +323,7 @@ class Update:
         return self._slot
 
     def _new_slot(self) -> _Slot:
+        """Leases a slot of the daemon; over TCP, memory of this process takes its place."""
         if not self._trainer.shares_memory:
             if self._inline is None:
                 room = bytearray(INLINE_BYTES)
@@ -332,7 +336,7 @@ class Update:
         return _Slot(handle, data, self._window)
 
     def _send(self, then: Callable[[], None] | None = None) -> None:
-        """Hands the current slot over, without waiting until it was taken in, and calls `then` in the same uninterrupted call."""
+        """Hands the current slot over without waiting for an answer, and calls `then` in the same uninterrupted call."""
         slot = self._slot
         if slot is None and then is None:
             return
@@ -349,6 +353,7 @@ class Update:
         interruptible(send, cancel=self._cancel)
 
     def _hand_over(self, slot: _Slot) -> None:
+        """Pushes the slot's bucket; gives an empty slot back."""
         self._packer.end()
         if not self._packer.count:
             slot.close()
@@ -373,7 +378,7 @@ class Update:
             check(push(self._packer.pointer, update, slot, done, self._window.key), self._label)
 
     def flush(self) -> None:
-        """Hands over what was packed, and waits until the daemon has taken in all that was pushed. Raises the first error of any."""
+        """Hands over what was packed, and waits until the daemon has taken in all pushes. Raises the first error of any push."""
 
         def flush() -> None:
             with self._handle as update:
@@ -387,7 +392,7 @@ class Update:
     def commit(self, tensor_count: int | None = None) -> UpdateResult:
         """Pushes the rest and commits: all instances listed as committed hold the version when it returns.
 
-        `tensor_count`: as in Trainer.update, for a caller that learns it only by pushing.
+        `tensor_count`: as in Trainer.update, for a caller that knows the count only after pushing.
 
         Raises UpdateAborted (see its `dirty`), DeadlineExceeded, FailedPrecondition where an engine's tensor was never pushed (named;
         push it and commit again) or other than `tensor_count` tensors came, and errors of earlier pushes.
@@ -397,7 +402,7 @@ class Update:
     def refit(self) -> UpdateResult:
         """Ends the update in place of commit() where the registered layout takes part: moves all tensors that the layout does not push.
 
-        Their bytes are read now. Raises FailedPrecondition, naming the tensor, where one was bound to other memory since the update began.
+        Their bytes are read now. Raises FailedPrecondition, naming the tensor, where a name was bound to other memory since the update began.
         """
         with self._lock:
             staged = self._fill() if self._fill is not None and not self.ended else 0
@@ -421,7 +426,7 @@ class Update:
             return self.result
 
     def abort(self, reason: str = "the trainer gave the update up") -> None:
-        """Gives the update up. Engines whose weights were written meanwhile are dirty until the next commit: `lost.dirty` tells then."""
+        """Gives the update up. Engines whose weights were written meanwhile are dirty until the next commit, and `lost.dirty` is True."""
 
         def abort() -> None:
             self._drop_slot()
@@ -438,15 +443,16 @@ class Update:
             interruptible(abort, cancel=ends_soon)
 
     def _ask_why_lost(self, update: int) -> None:
+        """Sets `lost`, if the daemon still answers."""
         try:
             check(native.library().refit_update_lost(update), self._label)
         except UpdateAborted as error:
             self.lost = error
         except Error:
-            pass  # the daemon went away meanwhile
+            pass  # the daemon was lost meanwhile
 
     def _cancel(self) -> None:
-        """Ends the call that another thread has under way in this update, which is over."""
+        """Gives the update up, which ends the call that another thread has under way in it."""
         if self._window.error is None:
             self._window.error = UpdateAborted(f"{self._label}: a call was interrupted, which gave the update up")
         self._trainer._cancel(self.version)
@@ -458,7 +464,7 @@ class Update:
             slot.close()
 
     def close(self) -> None:
-        """Aborts the update unless it has ended, and lets go of it."""
+        """Aborts the update unless it has ended, and frees its memory."""
         if self._slot is None and self._handle.closed:
             return
 
@@ -484,6 +490,7 @@ class Update:
             self.close()
 
     def _end_well(self) -> None:
+        """Commits, or refits with a layout; gives up an update whose end is not known then."""
         try:
             self.refit() if self._with_layout else self.commit()
         except Error as error:
@@ -492,13 +499,13 @@ class Update:
             raise
 
     def _give_up(self, error: BaseException) -> None:
-        """Aborts for an exception, which matters more than one of aborting, and tells it whether engines' weights are dirty."""
+        """Aborts because of an exception, whose `dirty` it sets. Errors of the abort itself matter less, and are dropped."""
         with suppress(Error):  # the update may be over by now
             self.abort(f"{type(error).__name__}: {error}"[:400])
         dirty = None if self.lost is None else self.lost.dirty
         if getattr(error, "dirty", None) is not None:
             return
-        with suppress(AttributeError):  # of an exception that takes no attributes
+        with suppress(AttributeError):  # some exceptions take no attributes
             error.dirty = dirty  # type: ignore[attr-defined]
         if self.lost is not None and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(str(self.lost))
@@ -507,8 +514,8 @@ class Update:
 class Packer:
     """Packs tensors into buckets, which are slots that were leased; see client/refit_python.h. Guarded by the interpreter lock.
 
-    `push(name, tensor)` is the fast way: it puts a torch tensor that was learned, whole, contiguous and on the host, into the
-    bucket, and returns False, with nothing done, for any other.
+    `push(name, tensor)` is the fast way: it puts a learned torch tensor, whole, contiguous and on the host, into the bucket; for any
+    other tensor it does nothing and returns False.
     """
 
     __slots__ = ("pointer", "push", "_free", "_memory", "__weakref__")
@@ -518,7 +525,7 @@ class Packer:
         out = ctypes.c_void_p()
         check(library.refit_packer_new(None if like is None else like.pointer, ctypes.byref(out)))
         self.pointer: int | None = out.value
-        self._memory: Any = None  # of the bucket, kept while librefit may write to it
+        self._memory: Any = None  # the bucket's memory, kept while librefit may write to it
         self._free = weakref.finalize(self, library.refit_packer_free, self.pointer)
         self._free.atexit = False
         self.push: Callable[[str, Any], bool] = self._never
@@ -565,10 +572,10 @@ class Packer:
         self._memory = None
 
 
-# A trainer does one of these with a version that is not greater than its group's.
+# What a trainer does with a version that is not greater than its group's.
 ON_OLDER = ("refuse", "next", "replace")
 WAIT_SECONDS = 10.0  # the library's default of wait_seconds
-POLL_SECONDS = 0.02  # between looks whether a lease has ended
+POLL_SECONDS = 0.02  # how often a wait looks whether a lease has ended
 
 
 class Trainer(Member):
@@ -584,7 +591,7 @@ class Trainer(Member):
             for name, tensor in export():
                 update.push(name, tensor)
 
-    Any thread may call any method. Blocking calls let go of the interpreter lock, and on the main thread signal handlers run
+    Any thread may call any method. Blocking calls release the interpreter lock, and on the main thread signal handlers run
     meanwhile: Ctrl-C gives the update up.
     """
 
@@ -612,7 +619,7 @@ class Trainer(Member):
                 someone else.
             on_older: What refit() and update() do with a version that is not greater than the group's, as that of a trainer that goes
                 on from an older checkpoint; equal on all ranks. "refuse": raise FailedPrecondition. "next": take `next_version` in its
-                place; the result tells which. "replace": begin the group anew, which then takes any version: rank 0 replaces it (it
+                place, which the result names. "replace": begin the group anew, which then takes any version: rank 0 replaces it (it
                 needs the role OPERATOR_WRITE at the daemon that has the group), every rank attaches again, and every engine is dirty
                 until the commit.
             device: Where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where torch has used CUDA in this
@@ -661,8 +668,8 @@ class Trainer(Member):
     ) -> None:
         """Registers this rank's shards for refit, in place of those registered before; not during an update of this rank.
 
-        Host tensors in regions (`empty`, `adopt`) are moved from where they are; others are copied first at each refit, of which a
-        StagingWarning tells. Names are bound to the module or dict, not to the tensors that are there now: each refit looks every name up
+        Host tensors in regions (`empty`, `adopt`) are moved from where they are; others are copied first at each refit, with a
+        StagingWarning. Names are bound to the module or dict, not to the tensors that are there now: each refit looks every name up
         again, and follows tensors and memory that took another's place. A list of Shard is bound to its tensors, whose memory is followed.
         refitd keeps what was registered alive.
 
@@ -699,8 +706,8 @@ class Trainer(Member):
     ) -> None:
         """Does what register() does, for plain records.
 
-        Tensors without a box of this rank that are not pushed are left out, so that engines need not know them (tied weights). Without
-        any box the layout is taken back.
+        Tensors of which this rank has no box and pushes nothing are left out, so that engines need not know them (tied weights). A layout
+        without any box takes back the registered one.
 
         Args:
             tensors: The tensors that this rank knows.
@@ -748,7 +755,7 @@ class Trainer(Member):
             UpdateAborted: Its `dirty` says whether engines' weights may be torn.
             DeadlineExceeded: The update was not done in its time.
             FailedPrecondition: Layouts disagree; the error names tensor and rank, and nothing was written.
-            Unavailable: The daemon went away.
+            Unavailable: The daemon was lost.
         """
         version = self._version_for(version)
         rebound = self._renew()
@@ -797,7 +804,7 @@ class Trainer(Member):
                 try:
                     layout = registration.source.renewed()
                 except BaseException:
-                    registration.begin_refit()  # other ranks wait for this one where it communicates
+                    registration.begin_refit()  # it may communicate, and other ranks would wait for this one
                     raise
                 if layout is not None:
                     self._register_collected(layout)
@@ -827,7 +834,7 @@ class Trainer(Member):
         return 0 if registration is None else registration.staged_bytes
 
     def _fill_unmoved(self) -> int:
-        """Does what _fill() does within an update, during which nothing can be registered anew."""
+        """_fill() within an update, where tensors that moved can't be registered anew: raises FailedPrecondition for them."""
         with self._lock:
             registration = self._registration
         source = None if registration is None else registration.source
@@ -904,16 +911,16 @@ class Trainer(Member):
     # ---- state ----
 
     def abort(self, version: int, reason: str = "the trainer gave the update up") -> None:
-        """Gives up the update to `version` that another thread waits in: its call then raises UpdateAborted.
+        """Gives up the update to `version` in which another thread waits: the call of that thread then raises UpdateAborted.
 
         Raises FailedPrecondition where this rank has no such update open.
         """
         self._ask("abort", checked_version(version), text(reason))
 
     def get_update(self, version: int) -> str:
-        """Tells what became of an update, for a caller who missed the answer: "unknown", "running", "committed" or "aborted".
+        """The state of an update, for a caller that missed the answer: "unknown", "running", "committed" or "aborted".
 
-        A daemon knows of no update from before it was restarted.
+        For a restarted daemon, all earlier updates are unknown.
         """
         out = ctypes.c_int32()
         self._ask("get_update", checked_version(version), byref(out))
@@ -931,13 +938,13 @@ class Trainer(Member):
         return 1 if known is None else known + 1
 
     def check_health(self) -> None:
-        """Raises what ended the lease, and why none follows it; returns while attached."""
+        """Raises what ended the lease, and why no other lease follows; returns while attached."""
         self._check("health")
 
     # ---- inside ----
 
     def _version_for(self, version: int) -> int:
-        """The version to install for `version`, after what `on_older` says was done."""
+        """The version to install for `version`, after `on_older` was obeyed."""
         checked_version(version)
         if self._on_older == "refuse" or version >= (least := self.next_version):
             return version
@@ -947,6 +954,7 @@ class Trainer(Member):
         return version
 
     def _begin_group_anew(self) -> None:
+        """Rank 0 replaces the group; every rank waits until its lease has ended, and attaches again."""
         before = self.reattachments
         if self.rank == 0:
             _replace_group(self._connect, self.label)
@@ -967,7 +975,7 @@ class Trainer(Member):
         return self.reattachments == reattachments
 
     def _attach_anew(self) -> None:
-        """Attaches by another handle, which knows nothing of versions before, and registers what was registered."""
+        """Attaches by another handle, which has no version from before, and registers again what was registered."""
         with self._lock:
             registration, self._registration = self._registration, None
             self._known.clear()

@@ -51,6 +51,7 @@ class MeasureTest(unittest.TestCase):
             (([], []), refitd.InvalidArgument, "no token"),
             (([-1.0], [-1.0], [0]), refitd.InvalidArgument, "no token"),
             (([-1.0, math.nan], [-1.0, -1.0]), refitd.FailedPrecondition, "token 1 .* nan of the trainer"),
+            (([-1.0, -1.0, math.nan], [-1.0] * 3, [0, 1, 1]), refitd.FailedPrecondition, "token 1 of those that count .* nan of the trainer"),
             (([-1.0], [-math.inf]), refitd.FailedPrecondition, "token 0 .* -inf of the engine"),
             (([0.5], [-1.0]), refitd.FailedPrecondition, "0.5 of the trainer"),
         ):

@@ -206,7 +206,7 @@ class Perturbation(unittest.TestCase):
         kept.embed, kept.norm = model.embed, model.norm  # all else is a copy
         names = [name for name, _ in model.named_parameters()]
         ways = {"same code": lambda: model(ids()), "code with a copy": lambda: kept(ids()), "broken": lambda: 1 / 0}
-        found = proof.Prover(model, proof.Probe(lambda: model(ids()), ways=ways, beyond={"graphs": "are not replayed"}), names).perturb()
+        found = proof.Prover(model, proof.Probe(lambda: model(ids()), ways=ways, not_run={"graphs": "are not replayed"}), names).perturb()
         self.assertEqual((found.proved, found.ways, found.failed), (sorted(names), ["same code"], {}))
         self.assertEqual(set(found.unproved), {"code with a copy", "broken", "graphs"})
         self.assertRegex(found.unproved["code with a copy"], "shows nothing of [0-9]+ parameters, such as 'head.weight'")

@@ -84,7 +84,7 @@ class OfflineEngine(unittest.TestCase):
         self.controls = OfflineControls(self.engine, "reset")
         self.driver = Driver(self.controls, Settings(group="g", instance="i"), world_size=1, clean=True, device="cpu", patient=False)
         self.driver._attach = lambda dirty: None  # there is no daemon
-        self.controls.stand_before_sleep(self.driver)
+        self.controls.replace_sleep(self.driver)
         self.driver.start()
 
     @property
@@ -100,7 +100,7 @@ class OfflineEngine(unittest.TestCase):
                 for tags in parts:
                     self.engine.release_memory_occupation(tags)
                 self.assertEqual(self.calls[-len(parts) :], [f"release {tags}" for tags in parts])
-                self.assertTrue(self.controls._weights_went)
+                self.assertTrue(self.controls._weights_discarded)
                 for tags in reversed(parts):
                     self.engine.resume_memory_occupation(tags)
                 self.assertEqual(self.calls, [f"resume {tags}" for tags in reversed(parts)])

@@ -145,7 +145,7 @@ class World:
         self.lease = False
         update, self.update = self.update, None
         if had_lease:
-            self.tell(self.machine.lost(good=self.machine.clean and (update is None or not update["ready"])))
+            self.tell(self.machine.lost(clean=self.machine.clean and (update is None or not update["ready"])))
 
     def daemon_comes(self):
         if self.daemon:
@@ -163,7 +163,7 @@ class World:
         wakes = any(isinstance(action, lifecycle.Wake) for action in self.actions)  # the driver carries that out before it hears of this
         if self.asleep and self.machine.state is State.ASLEEP and not wakes:
             self.words = [GARBAGE] * WORDS
-            self.tell(self.machine.weights_went())
+            self.tell(self.machine.weights_discarded())
 
     def wake(self):
         self.tell(self.machine.wake())
@@ -250,7 +250,7 @@ class ResumesWhenDirty(Lifecycle):
 
 
 class ForgetsDirty(Lifecycle):
-    def _soil(self, reason):
+    def _mark_dirty(self, reason):
         pass
 
 
@@ -279,7 +279,7 @@ class ForgetsDiscardedWeights(Lifecycle):
 
 
 class IgnoresWeightsThatWentDuringSleep(Lifecycle):
-    def weights_went(self):
+    def weights_discarded(self):
         return []
 
 
@@ -374,14 +374,14 @@ class Steps(unittest.TestCase):
     def test_weights_that_go_during_sleep_make_dirty(self):
         machine = self.serving()
         machine.sleep(1)
-        self.assertEqual(machine.weights_went(), [])
+        self.assertEqual(machine.weights_discarded(), [])
         self.assertEqual(machine.wake(), [lifecycle.Wake(), lifecycle.Register(dirty=True)])
         self.assertFalse(machine.ready())
 
     def test_weights_that_go_before_an_engine_falls_asleep_make_dirty(self):
         machine = self.serving()
         machine.prepare(2), machine.pause_failed("no answer")
-        self.assertEqual((machine.sleep(1), machine.weights_went()), ([], []))
+        self.assertEqual((machine.sleep(1), machine.weights_discarded()), ([], []))
         self.assertEqual(machine.aborted(2, dirty=False)[-1], lifecycle.Sleep(2))
         self.assertEqual(machine.wake(), [lifecycle.Wake(), lifecycle.Register(dirty=True)])
 

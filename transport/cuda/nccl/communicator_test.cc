@@ -67,7 +67,7 @@ void WaitFor(const std::function<bool()>& condition) {
 class Host {
  public:
   explicit Host(CommunicatorsOptions options = {}) {
-    memory_ = Ok(CudaMemory::Create(FakeCuda::Path()));
+    memory_ = Ok(CudaMemory::Create(FakeCuda::Path(), {.own_contexts = true}));
     const NcclReport nccl = FindNccl(FakeNccl::Path());
     INFO(nccl.problem);
     REQUIRE(nccl.api != nullptr);

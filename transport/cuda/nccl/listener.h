@@ -2,8 +2,8 @@
 // transport/cuda/.
 //
 // ncclGetUniqueId starts a thread of NCCL, which listens until all ranks have come, or until a rank
-// comes that does not fit; no call takes an id back (P8). A communicator of a single rank always
-// ends the listening in one of these ways.
+// comes that does not fit; no call ends it (P8). A communicator of a single rank always ends the
+// listening in one of these ways.
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_LISTENER_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_LISTENER_H_
 

@@ -2,11 +2,10 @@
 //
 // One binary serves machines with and without NCCL; if NCCL is missing, too old or refused, the
 // report says so in words. Search order:
-//   1. the configured path (cuda.nccl_library): if it fails, that is the answer, and no other place
-//      is searched;
+//   1. the configured path (cuda.nccl_library): if it fails, no other place is searched;
 //   2. nvidia/nccl/lib/libnccl.so.2, where Python's wheels put it, below $VIRTUAL_ENV,
 //      $CONDA_PREFIX and the system's folders of Python packages, newest Python first: engines'
-//      frameworks use that one too;
+//      frameworks load the same file;
 //   3. libnccl.so.2, as the loader finds it.
 //
 // NCCL reads its environment when the first communicator is made, and keeps what it read. Launchers
@@ -75,7 +74,7 @@ inline constexpr std::string_view kNcclMachineFile = "/etc/nccl.conf";
 // and sets
 //   NCCL_CONF_FILE=/dev/null      so that no file of the user brings back a dropped variable
 //   NCCL_CUMEM_ENABLE=1, NCCL_WIN_ENABLE=1           symmetric memory
-//   NCCL_ENV_PLUGIN=none          so that no plugin does
+//   NCCL_ENV_PLUGIN=none          so that no plugin brings one back
 //   NCCL_NVLS_ENABLE=0            no multicast
 //   NCCL_RAS_ENABLE=0             NCCL's own service, which listens without credentials
 //   NCCL_SOCKET_IFNAME            =`interface`
@@ -89,7 +88,7 @@ NcclEnvironment CleanNcclEnvironment(
 // Returns a text such as "2.28.9".
 std::string NcclVersionText(int version);
 
-// Returns the report as status calls tell it.
+// Returns the report as status calls show it.
 CollectivesReport CollectivesOf(const NcclReport& report);
 
 // Describes the report in one line for people: "NCCL 2.28.9 from PATH", "NCCL 2.20.5 from PATH,

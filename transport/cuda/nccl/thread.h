@@ -2,7 +2,7 @@
 // requested; another thread watches for calls that do not return. Private to transport/cuda/.
 //
 //   Run, Post -> queued -> running -> returned
-//                  |          +--> past its deadline by `limit`: told as a loss of the GPUs
+//                  |          +--> past its deadline by `limit`: reported as a loss of the GPUs
 //                  +--> its deadline passed, Stop: not begun, and never will be
 //
 // P7: one thread issues all calls of all communicators, so their order is the same on each device.

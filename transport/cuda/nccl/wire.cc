@@ -256,6 +256,7 @@ class NcclCommunicator final : public WireCommunicator {
     return absl::OkStatus();
   }
 
+  // Issues all legs with bytes as one group of NCCL, and waits for its end.
   absl::Status Exchange(const WireExchange& op, Clock::time_point deadline) {
     const NcclApi& nccl = *shared_->nccl;
     const ScopedContext current(shared_->contexts->api(), context_);
@@ -286,7 +287,7 @@ class NcclCommunicator final : public WireCommunicator {
     REFITD_RETURN_IF_ERROR(status);
     REFITD_RETURN_IF_ERROR(ended);
     if (peers.empty()) return absl::OkStatus();
-    // NCCL does not say which of the peers held it up, so all that were waited for are suspects.
+    // NCCL does not show which peer was late, so all peers of the group are suspects.
     REFITD_RETURN_IF_ERROR(AboutRanks(
         AwaitWork(deadline,
                   fmt::format("exchange seq {}: ranks {}", op.seq, fmt::join(peers, ", "))),

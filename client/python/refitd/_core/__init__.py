@@ -1,8 +1,7 @@
-"""What trainers and engines share. Here: waiting for calls of the library in such a way that signal handlers run meanwhile; and many objects
-made without the garbage collector.
+"""What trainers and engines share. Here: calls of the library during which signal handlers run, and pauses of the garbage collector.
 
 Python runs signal handlers on the main thread only, between bytecodes: a main thread that blocks in C would leave Ctrl-C
-unanswered. There, a call runs on a helper thread and the main thread waits for it. Other threads make the call themselves.
+unanswered. So the main thread lets a helper thread make the call, and waits for it. Other threads make the call themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Pauses the collector, which would look through all of the objects again and again: half the time of a large layout."""
+    """Pauses the garbage collector, which would search the many new objects again and again: half the time of a large layout."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -33,16 +32,16 @@ def paused() -> Iterator[None]:
 
 T = TypeVar("T")
 
-# The main thread looks for pending signals this often, for the case that the system gave a signal to another thread.
+# How often the main thread looks for pending signals, since the system may give a signal to another thread.
 SLICE_SECONDS = 0.2
-# After an interruption, the call is cancelled and its end is waited for this long at most.
+# How long an interrupted wait, which cancels the call, still waits for the call to end.
 CANCELLED_SECONDS = 5.0
 
 
 class _Job(Generic[T]):
-    """A call on a helper thread. `disown` gets the result that nobody waits for any more.
+    """A call on a helper thread. `disown` gets a result for which nobody waits any more.
 
-    The main thread waits by a plain lock: a signal handler that raises inside threading.Event leaves its inner lock taken.
+    The main thread waits by a plain lock: a signal handler that raises inside threading.Event would leave the event's lock taken.
     """
 
     def __init__(self, call: Callable[[], T], disown: Callable[[T], None] | None) -> None:
@@ -60,6 +59,7 @@ class _Job(Generic[T]):
         self.on_done: Callable[[], None] | None = None
 
     def run(self) -> None:
+        """Makes the call on the helper thread, unless it was withdrawn."""
         with self._lock:
             if self._abandoned:
                 return
@@ -78,24 +78,25 @@ class _Job(Generic[T]):
             self.on_done()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the call has ended within so long. Only a single thread waits."""
+        """Returns whether the call ended within `seconds`. Only a single thread waits."""
         return self._finished or self._done.acquire(timeout=seconds)
 
     def take(self) -> T:
-        """Hands out the result, or raises the call's exception. From its first line on no signal handler runs."""
+        """Returns the result, or raises the call's exception. After the first line no signal handler runs in here."""
         self.taken = True
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
 
     def withdraw(self) -> bool:
-        """Withdraws the call if it has not begun, so that it never begins. Tells whether it was withdrawn."""
+        """Withdraws the call if it has not begun; returns whether it was withdrawn."""
         with self._lock:
             if not self._begun:
                 self._abandoned = True
             return not self._begun
 
     def abandon(self) -> None:
+        """Lets `disown` have the result, now or when the call ends."""
         with self._lock:
             dropped, self._abandoned = self._abandoned, True
             finished = self._finished
@@ -113,7 +114,7 @@ class _Helpers:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job[Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._idle = 0  # threads that wait for a job, without those that an interrupted run() took out of the count
+        self._idle = 0  # threads that wait for a job; an interrupted run() may leave the count too low
 
     def run(self, job: _Job[Any]) -> None:
         with self._lock:
@@ -152,14 +153,14 @@ def start(call: Callable[[], T], disown: Callable[[T], None] | None = None, on_d
 
 
 def interruptible(call: Callable[[], T], *, cancel: Callable[[], None] | None = None, disown: Callable[[T], None] | None = None) -> T:
-    """The result of a call, during which signal handlers run; on threads other than the main thread a plain call.
+    """Makes a call during which signal handlers run, and returns its result; on threads other than the main thread a plain call.
 
     Where a handler raises (KeyboardInterrupt), `cancel` is called, which should end the call soon; the exception goes on when
-    the call has ended, or after CANCELLED_SECONDS. A call without `cancel` is left to its thread at once. `disown` is given the
-    result that nobody gets then.
+    the call has ended, or after CANCELLED_SECONDS. A call without `cancel` is left to its thread at once. `disown` gets a result
+    that the caller does not get then.
 
-    `call` itself is never interrupted. What must not stop half-way, such as taking a handle, using it and letting go of it,
-    therefore belongs into `call`, however short it is: a handler may raise wherever the main thread enters a function, also at
+    `call` itself is never interrupted. Steps that belong together, such as taking, using and releasing a handle, therefore belong
+    into `call`, however short they are: a handler may raise wherever the main thread enters a function, also at
     the start of `__exit__`. The result is the caller's or `disown`'s: CPython runs no handler between take() and the statement
     that stores what interruptible() returns (from 3.11 on).
     """
@@ -178,7 +179,7 @@ def interruptible(call: Callable[[], T], *, cancel: Callable[[], None] | None = 
 
 
 def ends_soon() -> None:
-    """The `cancel` of a call that needs none, and whose end is waited for: it leaves nothing half done behind."""
+    """The `cancel` of a call that ends soon by itself, so that nothing is left half done: the wait for its end goes on."""
 
 
 def _give_up(job: _Job[Any], cancel: Callable[[], None] | None) -> None:
@@ -201,20 +202,20 @@ async def awaited(call: Callable[[], T], *, cancel: Callable[[], None] | None = 
     """The result of a blocking call, awaited. A cancelled task cancels the call as `interruptible` does."""
     loop = asyncio.get_running_loop()
 
-    def tell(event: asyncio.Event) -> None:
+    def set_in_loop(event: asyncio.Event) -> None:
         try:
             loop.call_soon_threadsafe(event.set)
         except RuntimeError:
             job.abandon()  # the loop is closed: nobody waits
 
     done, cancelled = asyncio.Event(), asyncio.Event()
-    job = start(call, disown, lambda: tell(done))
+    job = start(call, disown, lambda: set_in_loop(done))
     try:
         await done.wait()
     except asyncio.CancelledError:
         try:
             if cancel is not None and not job.withdraw():
-                start(partial(_cancel, job, cancel), None, lambda: tell(cancelled))
+                start(partial(_cancel, job, cancel), None, lambda: set_in_loop(cancelled))
                 await cancelled.wait()
         except asyncio.CancelledError:
             pass  # cancelled again: the call is left to its thread

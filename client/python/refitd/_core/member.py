@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ..errors import InvalidArgument, NotFound, StagingWarning
 from ..layout import Box, PushedTensors, Source, TensorSpec
 from ..layout.devices import connect_fields, kind_of, on_host
-from ..layout.memory import DTYPES, DeviceMemory, FilledMemory, HostMemory, Region, RegionMemory, aligned, locate
+from ..layout.memory import DTYPES, Arena, DeviceMemory, FilledMemory, HostMemory, Region, RegionMemory, aligned, locate
 from . import ends_soon, interruptible, native
 from .native import Handle, check, ids, made_by, reads_tensors, refuse_fork, text, texts
 
@@ -272,14 +272,14 @@ class Connect:
         socket: The path of the daemon's socket; None: REFITD_SOCKET, else /run/refitd/refitd.sock.
         coordinator: "HOST:PORT" of the daemon that has the group; None: this one. It is one name, which the daemon resolves anew
             whenever it joins the group.
-        wait_seconds: How long daemon and group are waited for (10).
+        wait_seconds: How long to wait for daemon and group (10).
         call_margin_seconds: Added to what remains of an update as the deadline of its calls (5).
-        reattach_seconds: How long a daemon that went away is looked for, to attach again; None: the lease's end is the end.
+        reattach_seconds: How long to try to attach again after the daemon was lost; None: not at all.
         silence_seconds: A daemon that is silent for this long is lost (30).
         client: Free text for status pages.
         address: "HOST:PORT" of the daemon, in place of `socket`, for trainers. Over TCP nothing shares memory: the rank can push, in
             calls of at most 1 MiB each, and can't register.
-        tls: The certificates that TCP takes; None: those that the environment names.
+        tls: The certificates for TCP; None: those that the environment names.
         insecure: Whether TCP without certificates is allowed, for laboratories.
     """
 
@@ -295,7 +295,7 @@ class Connect:
     insecure: bool = False
 
     def to(self, socket: str | None) -> Connect:
-        """This, to the daemon at `socket` where that is given. Raises InvalidArgument where this names a daemon as well."""
+        """The same options with the daemon at `socket`, unless that is None. Raises InvalidArgument where these name a socket as well."""
         if socket is None:
             return self
         if self.socket is not None:
@@ -303,7 +303,7 @@ class Connect:
         return replace(self, socket=socket)
 
     def _structure(self, group: str, device: str | None, spec: native.refit_group_spec | None = None) -> native.refit_connect_options:
-        """The C structure. What it points to lives as long as the structure does."""
+        """The C structure, which keeps everything that it points to."""
         texts_ = {name: getattr(self, name) for name in ("socket", "coordinator", "client", "address")}
         for name, value in {"group": group, "device": device, **texts_}.items():
             if value is not None and (not isinstance(value, str) or "\0" in value):
@@ -336,17 +336,17 @@ class Connect:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What a group is beside its name and its number of trainer ranks. The first rank makes the group; the others bring an equal spec.
+    """The properties of a group beside its name and its number of trainer ranks. The first rank makes the group; the others bring an equal spec.
 
     Attributes:
         min_instances: How many engine instances an update waits for.
         slot_bytes: Bytes of a staging slot, a multiple of 4,096; None: the daemon's default.
         slots: How many staging slots there are, 2 to 64; None: the daemon's default.
         engine_only_tensors: Patterns of names that trainers never bring.
-        unwanted_tensors: Patterns of names that no engine need want, pushed or registered.
+        unwanted_tensors: Patterns of names that need reach no engine, pushed or registered.
         max_lag: How far an instance's version may be behind the group's while the instance counts as ready.
-        encrypted_data: Whether bytes cross between daemons encrypted or not at all: daemons that can't are refused, and so are GPUs
-            over several daemons.
+        encrypted_data: Whether bytes between daemons must be encrypted: daemons that can't encrypt are refused, and so are GPUs over
+            several daemons.
     """
 
     min_instances: int = 1
@@ -414,7 +414,7 @@ class Registration:
     staged: list[tuple[HostMemory, Region, int]] = field(default_factory=list)  # copied before each refit
     filled: list[tuple[FilledMemory, memoryview]] = field(default_factory=list)  # filled before each refit
     device_regions: dict[int, tuple[Any, Handle]] = field(default_factory=dict)  # on devices, by base address
-    owners: list[Region] = field(default_factory=list)
+    owners: list[Region | Arena] = field(default_factory=list)
     pushed_tensors: PushedTensors | None = None  # the tensors that every refit pushes
     before_refit: Callable[[], None] | None = None
     source: Source | None = None  # what the layout was made of
@@ -486,7 +486,7 @@ class Member:
             raise InvalidArgument(f"{self.label}: world_size is {world_size}", culprit=who)
         self.group, self.rank, self.world_size = group, rank, world_size
         self._lock = threading.RLock()
-        self._known: weakref.WeakKeyDictionary[Region, Handle] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Region | Arena, Handle] = weakref.WeakKeyDictionary()
         self._registration: Registration | None = None
 
     # ---- lifetime ----
@@ -556,10 +556,15 @@ class Member:
 
     # ---- memory ----
 
-    def _known_region(self, region: Region) -> Handle:
-        """The C region that makes `region` known to this member's daemon; made at its first use."""
+    def _known_region(self, region: Region | Arena) -> Handle:
+        """The C region that makes `region` known to this member's daemon; made at its first use.
+
+        Raises InvalidArgument for an arena of another engine.
+        """
         with self._lock:
             known = self._known.get(region)
+            if known is None and isinstance(region, Arena):
+                raise InvalidArgument(f"{self.label}: a tensor lies in the arena of another engine")
             if known is None:
                 with self._handle as handle:
                     given = (handle, region.descriptor, region.nbytes)
@@ -609,12 +614,16 @@ class Member:
 
     def _resolve(self, registration: Registration, stage: bool) -> None:
         """Finds or makes the region of each box."""
-        places: dict[int, tuple[Region, int]] = {}  # id of a memory object: the region and byte offset of its bytes
+        places: dict[int, tuple[Region | Arena, int]] = {}  # id of a memory object: the region and byte offset of its bytes
         outside: dict[tuple[int, int], list[HostMemory]] = {}
         rooms: dict[int, FilledMemory] = {}
         for box in registration.boxes:
             memory = box.memory
-            if id(memory) in places or id(memory) in rooms or isinstance(memory, DeviceMemory):
+            if id(memory) in places or id(memory) in rooms:
+                continue
+            if isinstance(memory, DeviceMemory):
+                if (arena := locate(memory.pointer, memory.nbytes)) is not None:
+                    places[id(memory)] = arena, memory.pointer - arena.pointer
                 continue
             if not self._on_host:
                 raise _wrong(registration.tensor_of(box), self.label, f" is in host memory, but device is {self.device}")
@@ -634,9 +643,9 @@ class Member:
                     raise _wrong(registration.tensor_of(box), self.label, ": only a trainer's memory is filled before a refit")
                 rooms[id(memory)] = memory
         self._make_staging(registration, outside, rooms, places)
-        resolver = self._resolver(registration)
+        resolver = self._resolver(registration, places)
         for box in registration.boxes:
-            if resolver is not None and isinstance(box.memory, DeviceMemory):
+            if resolver is not None and id(box.memory) not in places:
                 registration.pieces += resolver.pieces(box, registration.tensor_of(box))
                 continue
             region, base = places[id(box.memory)]
@@ -646,9 +655,10 @@ class Member:
         if resolver is not None:
             registration.device_regions = resolver.regions
 
-    def _resolver(self, registration: Registration) -> Resolver | None:
-        """The resolver for boxes on a device; None where no box is on a device."""
-        memory = next((box.memory for box in registration.boxes if isinstance(box.memory, DeviceMemory)), None)
+    def _resolver(self, registration: Registration, places: Mapping[int, Any]) -> Resolver | None:
+        """The resolver for boxes on a device whose memory has no place; None where there are none."""
+        found = (box.memory for box in registration.boxes if isinstance(box.memory, DeviceMemory) and id(box.memory) not in places)
+        memory = next(found, None)
         if memory is None:
             return None
         # A member on the host has no kind: the memory's own then says that it is on another device than the member.
@@ -663,7 +673,7 @@ class Member:
         registration: Registration,
         outside: dict[tuple[int, int], list[HostMemory]],
         rooms: dict[int, FilledMemory],
-        places: dict[int, tuple[Region, int]],
+        places: dict[int, tuple[Region | Arena, int]],
     ) -> None:
         """Makes one region for all bytes that are not in regions."""
         total = sum(aligned(nbytes) for _, nbytes in outside) + sum(aligned(room.nbytes) for room in rooms.values())

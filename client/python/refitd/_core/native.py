@@ -200,7 +200,7 @@ class refit_event(ctypes.Structure):
     _fields_ = _fields(
         struct_size=c_size_t, kind=c_int32, dirty=c_int32, version=c_int64, remaining_ms=c_int64, tensor_count=c_int64, update_id=c_uint64,
         part=c_int64, view_count=c_int64, views=POINTER(refit_view), reason=c_char_p, weights=c_int32, incarnation=c_uint64, owner=c_char_p,
-        digest=c_uint64,
+        digest=c_uint64, flip=c_int32,
     )  # fmt: skip
 
 
@@ -240,6 +240,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_version": (c_char_p, ()),
     "refit_last_error": (c_char_p, ()),
     "refit_last_failure": (_STATUS, (POINTER(refit_failure),)),
+    "refit_region_data": (c_void_p, (c_void_p,)),
+    "refit_region_bytes": (c_int64, (c_void_p,)),
     "refit_region_free": (None, (c_void_p,)),
     "refit_replace_group": (_STATUS, (POINTER(refit_connect_options),)),
     "refit_trainer_attach": (_STATUS, (POINTER(refit_trainer_options), _OUT)),
@@ -275,6 +277,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_update_refit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
     "refit_engine_attach": (_STATUS, (POINTER(refit_engine_options), _OUT)),
     "refit_engine_free": (None, (c_void_p,)),
+    "refit_engine_new_arena": (_STATUS, (c_void_p, c_int64, _OUT)),
     "refit_engine_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_engine_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
     "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
@@ -377,7 +380,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def error_of(status: int, message: str, context: str = "", failure: Failure = _NOTHING) -> Error:
-    """The exception for a status other than OK. `context` says whose call it was, before the library's own message."""
+    """The exception for a status other than OK. `context`: whose call failed; it comes before the library's own message."""
     try:
         kind = subclass_of(Status(status))
     except ValueError:
@@ -386,7 +389,7 @@ def error_of(status: int, message: str, context: str = "", failure: Failure = _N
 
 
 def last_failure() -> Failure:
-    """What the library knows of the failure of its last call on this thread."""
+    """The library's record of why its last call on this thread failed."""
     raw = sized(refit_failure)
     if library().refit_last_failure(ctypes.byref(raw)) != 0:
         return _NOTHING
@@ -413,12 +416,12 @@ def _text(raw: bytes | None) -> str:
 
 
 def shown(raw: bytes | None) -> str:
-    """A text of the library, which may hold what others said, as a terminal may show it."""
+    """A text of the library in a form that is safe on a terminal: others may have written parts of it."""
     return escaped(_text(raw))
 
 
 def check(status: int, context: str = "") -> None:
-    """Raises what the library says of its last call on this thread, unless `status` is OK."""
+    """Raises the error of the library's last call on this thread, unless `status` is OK."""
     if status != 0:
         failure = last_failure()
         raise error_of(status, _text(library().refit_last_error()), context, failure)
@@ -439,9 +442,10 @@ _Result = TypeVar("_Result")
 class Handle:
     """A handle of the library, freed once, when it is closed and no call uses it any more.
 
-    `with handle as pointer:` gives the pointer for one call; it raises Closed after close(), and Forked in a forked child, where
-    nothing is ever freed: the parent's handle is not the child's. Thread-safe. `with` and close() belong into a call of
-    refitd._core.interruptible: a signal handler that raises in between would leave a use uncounted. `use()` may be called anywhere.
+    `with handle as pointer:` gives the pointer for one call; it raises Closed after close(), and Forked in a forked child, which
+    frees nothing, since the handle is the parent's. Thread-safe. `with` and close() belong into a call of
+    refitd._core.interruptible: a signal handler that raises in between would leave a use counted, and the handle would be freed
+    only with this object. `use()` may be called anywhere.
     """
 
     __slots__ = ("pointer", "_free", "what", "_lock", "_uses", "_closed", "_generation", "_gone", "_freed", "__weakref__")
@@ -494,7 +498,7 @@ class Handle:
         self._end(None)
 
     def check_open(self) -> None:
-        """Raises Closed or Forked where no call could use it."""
+        """Raises Closed or Forked if the handle can't be used."""
         if self._generation != _generation:
             raise Forked(f"{self.what} belongs to the parent of this process, which was forked")
         if self._closed:
@@ -514,7 +518,8 @@ class Handle:
         return any(use is not None and use[0] == threading.get_ident() for use in self._uses)
 
     def close(self, wait_seconds: float = 0.0) -> None:
-        """No call begins after it. Frees at once where no call runs; else the last of them does, which is waited for."""
+        """Lets no further call begin. Frees the handle at once if no call runs; else the last call frees it, for which this waits
+        `wait_seconds`."""
         if self._generation != _generation:
             return
         with self._lock:
@@ -543,8 +548,8 @@ _open_handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
 
 def made_by(function: str, *arguments: Any, free: str, what: str, context: str = "") -> Handle:
-    """The handle that a C function makes, whose last argument says where to put it. `free`: the function that frees it; `what`: its name in
-    errors; `context`: as in check()."""
+    """Calls a C function that puts a new handle where its last argument points; returns the handle. `free`: the function that frees the
+    handle; `what`: the handle's name in errors; `context`: as in check()."""
     out = c_void_p()
     check(getattr(library(), function)(*arguments, ctypes.byref(out)), context)
     assert out.value is not None
@@ -559,7 +564,7 @@ def watched(function: str) -> Callable[..., int]:
 
 
 def _close_all() -> None:
-    """Detaches in good order when the interpreter ends. A handle that a thread still uses ends with the process."""
+    """Closes handles in order when the interpreter ends. A handle that a thread still uses ends with the process."""
     for handle in list(_open_handles):
         if not handle.in_use:
             handle.close()
@@ -578,13 +583,13 @@ def text(value: str | None) -> bytes | None:
 
 
 _used: bool | None = None  # whether librefit reads tensors; None: not tried yet
-# Types whose tensors have memory of their own (a DTensor has not). Kept by type, because it takes long to find out by asking a tensor for an
-# attribute that it lacks.
+# Types whose tensors have memory of their own (a DTensor has not). Kept by type, because looking for a missing attribute of a tensor takes
+# long.
 plain: set[type] = set()
 
 
 def reads_tensors() -> bool:
-    """Whether librefit reads tensors. It is tried when torch is there."""
+    """Whether librefit reads torch's tensors itself; this is tried once torch is imported."""
     global _used
     if _used is None and "torch" in sys.modules:
         _used = _begin(sys.modules["torch"])
@@ -592,6 +597,7 @@ def reads_tensors() -> bool:
 
 
 def _begin(torch: Any) -> bool:
+    """Gives librefit what it needs to read torch's tensors; returns whether it can."""
     has_lock: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     if sys.implementation.name != "cpython" or not has_lock():
         return False
@@ -625,9 +631,8 @@ def _begin(torch: Any) -> bool:
 def _places(torch: Any) -> tuple[int, int]:
     """Byte offsets of the pointer to the implementation in a tensor's object, and of the pointer to the storage in the implementation.
 
-    An offset is 0 where the pointer is not where it has long been.
-
-    librefit asks the processor for that memory early, which changes nothing but time.
+    An offset is 0 where this torch has the pointer elsewhere. librefit prefetches the memory at these pointers, which changes nothing
+    but time.
     """
     at = storage_at = object.__basicsize__
     tensor = torch.empty(1)
@@ -641,7 +646,7 @@ def _places(torch: Any) -> tuple[int, int]:
 
 
 def _functions() -> dict[str, int | None]:
-    """torch's C functions that tell of a tensor's memory, which take less time than its methods; none where torch has others."""
+    """torch's C functions that read where a tensor's memory is, faster than its methods; {} where this torch lacks any of them."""
     names = {
         "get_storage_bytes": "aoti_torch_get_storage_size",
         "get_storage_offset": "aoti_torch_get_storage_offset",

@@ -1,8 +1,8 @@
-"""Where the bytes of pushed values come from, and what tells that tensors were replaced or moved.
+"""Where the bytes of pushed values come from, and whether tensors were replaced or moved.
 
-A registration lists memory; a forward reads whatever tensor a module has under a name by then (P11). `Places` remembers what memory each name
-had, and tells which names have other memory now: because the tensor was replaced (`m.w = nn.Parameter(...)`, `load_state_dict(assign=True)`,
-vLLM's `replace_parameter`), or its memory moved (`m.to(...)`). `Views` finds tensors that are parts of a module's tensors again.
+A registration lists memory; a forward reads whatever tensor a module has under a name by then (P11). `Places` keeps which memory each name
+had, and finds the names that have other memory now: because the tensor was replaced (`m.w = nn.Parameter(...)`, `load_state_dict(assign=True)`,
+vLLM's `replace_parameter`), or its memory moved (`m.to(...)`). `Views` finds parts of a module's tensors again.
 
 Imports torch where used.
 """
@@ -25,7 +25,7 @@ from . import native
 from .native import add_plain, ids, plain, reads_tensors
 
 
-# torch.dtype to DType: asking a dictionary is much faster than resolve().
+# By torch.dtype: a dictionary is much faster than resolve().
 _torch_dtypes: dict[Any, DType] = {}
 
 # Formats of the buffer protocol, native sizes.
@@ -46,13 +46,13 @@ _FORMATS = {
 
 
 def is_torch(value: Any) -> bool:
-    """Whether it is a torch tensor."""
+    """Whether the value is a torch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | None = None) -> Source:
-    """The source for `value`. `dtype` and `shape` say what raw bytes hold; other values must have that dtype themselves.
+    """The source for `value`. `dtype`, `shape`: of the elements in raw bytes; other values must have that dtype themselves.
 
     Raises InvalidArgument, naming the tensor, for what is no tensor or of another dtype.
     """
@@ -74,6 +74,7 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
 
 
 def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
+    """A source for a torch tensor: its memory if that is contiguous on the host, else copies by torch."""
     known = _torch_dtypes.get(tensor.dtype)
     if known is None:
         known = _torch_dtypes[tensor.dtype] = resolve(tensor.dtype, f"tensor '{name}'")
@@ -91,7 +92,7 @@ def _of_torch(torch: Any, name: str, tensor: Any) -> Source:
         if count and (pointer == 0 or tensor.untyped_storage().nbytes() < (tensor.storage_offset() + count) * dtype.itemsize):
             raise FailedPrecondition(f"tensor '{name}' has no memory: it was freed, or is a {type(tensor).__name__} without any", tensor=name)
         return Source(dtype, shape, count, None, pointer, tensor)
-    flat: list[Any] = []  # the flat tensor, which is made at the first copy, since it may be a copy of the whole
+    flat: list[Any] = []  # the flattened tensor, made when it is first needed, since it may be a copy of the whole
 
     def copy(target: HostBytes | DeviceBytes, start: int, n: int) -> None:
         with torch.no_grad():
@@ -121,6 +122,7 @@ def _of_other(torch: Any, name: str, value: Any) -> Source:
 
 
 def _of_numpy(numpy: Any, name: str, value: Any) -> Source:
+    """A source for a numpy array: its memory if that is contiguous, else copies by numpy."""
     dtype = resolve(value.dtype, f"tensor '{name}'")
     if isinstance(value, numpy.ma.MaskedArray):
         raise InvalidArgument(f"tensor '{name}' is a masked array: push its data, or fill it", tensor=name)
@@ -156,6 +158,7 @@ def _of_dlpack(torch: Any, name: str, value: Any) -> Source:
 
 
 def _of_buffer(name: str, view: memoryview) -> Source:
+    """A source for an object with the buffer protocol."""
     found = _FORMATS.get((view.format.lstrip("@="), view.itemsize))
     if found is None:
         raise InvalidArgument(f"tensor '{name}': a buffer of format {view.format!r}, which is none of refitd's dtypes", tensor=name)
@@ -163,7 +166,7 @@ def _of_buffer(name: str, view: memoryview) -> Source:
     shape = tuple(view.shape or ())
     if view.nbytes == 0:
         return Source(dtype, shape, 0, None, 0, view)
-    # ctypes tells the address of writable buffers and of bytes.
+    # ctypes gives the address of writable buffers and of bytes only.
     if view.readonly or not view.c_contiguous:
         raw = view.tobytes()
         pointer = ctypes.cast(ctypes.c_char_p(raw), ctypes.c_void_p).value or 0
@@ -199,10 +202,10 @@ _HELD = ("_parameters", "_buffers", "_modules")
 
 
 class Bindings:
-    """Dicts as they were when they were added: `hold()` tells whether they still have the same entries. Keeps dicts and values alive."""
+    """Dicts as they were when they were added: `hold()` returns whether all have the same entries now. Keeps dicts and values alive."""
 
     def __init__(self) -> None:
-        self.complete = True  # False: something has no dict to look at
+        self.complete = True  # False: some module has no dict of its tensors
         self._dicts: list[dict[str, Any]] = []
         self._entries: list[Any] = []  # key and value of each entry, of one dict after the other
         self._sizes = array("q")
@@ -210,7 +213,7 @@ class Bindings:
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._owned: list[Any] = []
-        self._ids: list[array[int]] = []  # of the objects in all these lists; made when first asked
+        self._ids: list[array[int]] = []  # of the objects in all these lists; made by the first hold()
         self._watched = False  # whether Python tells of changes of the dicts
         self._changes = -1  # what it had told of when the dicts were compared last
 
@@ -264,7 +267,7 @@ class Bindings:
         changes = library.refit_python_dict_changes()
         if self._watched and changes == self._changes:
             return True
-        dicts, entries, owners, names, owned = (of.buffer_info()[0] for of in self._ids)
+        dicts, entries, owners, names, owned = (objects.buffer_info()[0] for objects in self._ids)
         if (
             library.refit_python_first_rebound(owners, names, owned, len(self._owners)) != len(self._owners)
             or library.refit_python_first_altered(dicts, self._sizes.buffer_info()[0], entries, len(self._dicts)) != len(self._dicts)
@@ -276,14 +279,14 @@ class Bindings:
     def _hold_by_python(self) -> bool:
         if any(owner.get(name) is not owned for owner, name, owned in zip(self._owners, self._names, self._owned)):
             return False
-        at = 0
+        place = 0
         for held, size in zip(self._dicts, self._sizes):
             if len(held) != size:
                 return False
             for key, value in dict.items(held):
-                if key is not self._entries[at] or value is not self._entries[at + 1]:
+                if key is not self._entries[place] or value is not self._entries[place + 1]:
                     return False
-                at += 2
+                place += 2
         return True
 
     def _add(self, held: dict[str, Any]) -> None:
@@ -294,13 +297,13 @@ class Bindings:
 
 
 class Marks:
-    """The address, dtype, shape and strides that tensors had: `same()` tells whether all still have them."""
+    """The address, dtype, shape and strides that tensors had: `same()` returns whether all have them still."""
 
     _local = attrgetter("_local_tensor")
 
     def __init__(self, held: Sequence[Any], current: Sequence[Callable[[], Any]]) -> None:
         """`held`: what the names are bound to: tensors and arrays; DTensors, of which the local tensor counts; None: nothing is held.
-        `current`: for each of the others, a function that returns the tensor: of what is neither, such as a function, only this counts."""
+        `current`: for each of `held`, a function that returns the tensor: where `held` has another object, only this function counts."""
         self._fast = reads_tensors()
         kind = sys.modules["torch"].Tensor if "torch" in sys.modules else ()
         self._fixed: list[int] = []
@@ -341,7 +344,7 @@ class Marks:
         self._marks, self._local_marks = _marks(self._tensors), _marks(self._locals())
         for numbers, marks in ((self._fixed, self._marks), (self._sharded, self._local_marks)):
             unread = [i for i, mark in zip(numbers, marks) if not mark]
-            if unread:  # by torch itself then, one by one
+            if unread:  # librefit can't read these: torch is called for each
                 self._asked += unread
                 numbers[:] = [i for i, mark in zip(numbers, marks) if mark]
                 marks[:] = array("Q", filter(None, marks))
@@ -355,7 +358,7 @@ class Marks:
 
 @cache
 def _is_sharded(kind: type) -> bool:
-    """Each type is asked once, because asking every tensor for what it lacks is slow."""
+    """Whether these are DTensors; kept by type, because looking for missing attributes of every tensor is slow."""
     return is_dtensor(kind)
 
 
@@ -404,8 +407,9 @@ def _local(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def is_module(thing: Any) -> bool:
-    return hasattr(thing, "named_parameters") and hasattr(thing, "state_dict")
+def is_module(value: Any) -> bool:
+    """Whether the value has what refitd uses of a torch module."""
+    return hasattr(value, "named_parameters") and hasattr(value, "state_dict")
 
 
 def held_by(module: Any) -> Iterator[tuple[str, Any]]:
@@ -443,7 +447,7 @@ class Places:
         return [tensor for _, tensor in held_by(self.module)]
 
     def changed(self) -> dict[str, str]:
-        """By name, what is otherwise now. Parameters that came are among them: nothing delivers these."""
+        """By name, what has changed. New parameters are among them, because nothing delivers these."""
         if self._bindings is not None and self._bindings.hold() and self._marks.same():
             return {}
         held = dict(held_by(self.module))
@@ -465,8 +469,8 @@ class Places:
         return found
 
     def bring_back(self) -> dict[str, str]:
-        """Puts the module's tensors that have other memory now, and are otherwise as they were, back into the memory that they had, with
-        the values that they have now. Returns what is changed all the same. For host memory: a captured CUDA graph reads other memory."""
+        """Moves tensors that have other memory now, and are otherwise as they were, back into the memory that they had, with their values.
+        Returns what is changed all the same. For host memory only: a captured CUDA graph may read the memory that they have now."""
         import torch
 
         changed = self.changed()
@@ -486,7 +490,7 @@ class Places:
 
 
 def describe(changed: Mapping[str, str], owner: str) -> tuple[str, str]:
-    """A sentence about what `Places.changed` found, and the culprit in it."""
+    """A sentence about the result of `Places.changed`, and the culprit in that sentence."""
     first = next(iter(changed))
     more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     return f"tensor '{first}' of {owner} {changed[first]}{more}", f"tensor '{first}'"
@@ -502,7 +506,7 @@ class _View(NamedTuple):
 
 
 class Views:
-    """Tensors by checkpoint names, each found again as the part of a module's tensor that it was at first."""
+    """Tensors by checkpoint names, each of which was a part of a module's tensor, and is found again as the same part."""
 
     def __init__(self, module: Any, names: Mapping[str, Any]) -> None:
         self._module = module
@@ -521,18 +525,18 @@ class Views:
             if place in by_place:
                 self._whole[name] = by_place[place]
                 continue
-            for held_name, other, its in by_storage.get(tensor.untyped_storage().data_ptr(), ()):
-                if its.pointer <= place.pointer and _end(tensor) <= _end(other):
-                    self._parts[name] = _View(held_name, its.form, place.pointer - its.pointer, place.dtype, place.shape, place.strides)
+            for held_name, whole, around in by_storage.get(tensor.untyped_storage().data_ptr(), ()):
+                if around.pointer <= place.pointer and _end(tensor) <= _end(whole):
+                    self._parts[name] = _View(held_name, around.form, place.pointer - around.pointer, place.dtype, place.shape, place.strides)
                     break
 
     @property
     def held_names(self) -> set[str]:
-        """The names in the module of the tensors that these are, or are parts of."""
+        """The module's names of the tensors of which these are the whole or a part."""
         return {*self._whole.values(), *(view.held for view in self._parts.values())}
 
     def now(self) -> dict[str, Any]:
-        """The tensors as parts of what the module has now. Raises FailedPrecondition, naming the tensor, where one is no longer such a part."""
+        """The tensors as parts of what the module has now. Raises FailedPrecondition, naming the tensor, where a tensor is no longer such a part."""
         held = dict(held_by(self._module))
         found = {}
         for name, tensor in self._names.items():

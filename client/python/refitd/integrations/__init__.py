@@ -27,14 +27,14 @@ from ..trainer import Trainer, UpdateResult
 if TYPE_CHECKING:
     import torch
 
-# An engine waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
+# An engine waits for the outcome this much longer than the time that Prepare gave. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
 
 _Result = TypeVar("_Result")
 
 
 async def on_thread(call: Callable[..., _Result], *arguments: Any) -> _Result:
-    """The result of a call on another thread, which has the devices and streams of this one in place of torch's defaults."""
+    """Makes a call on another thread, with this thread's devices and streams in place of torch's defaults; returns its result."""
     import torch
 
     take_devices = devices.thread_devices()
@@ -105,7 +105,7 @@ class Settings:
         return replace(made, socket=None, connect=connect, spec=made_of(GroupSpec, made.spec, f"{where}.spec"))
 
     def sender(self, where: str, who: str) -> Sender:
-        """The trainer ranks' end. `who`: as in Sender."""
+        """The Sender of a trainer rank. `who`: as in Sender."""
         casts = Casts(where, self.dtype, self.exceptions)
         return Sender(who, casts, update_seconds=self.update_seconds, verification=self.verification)
 
@@ -116,17 +116,17 @@ class Settings:
         return Trainer(self.group, rank=rank, world_size=world_size, spec=spec, device=self.device, connect=connect)
 
     def engine(self, client: str, instance: str) -> Engine:
-        """Attaches an engine that takes whole tensors, on the device that this worker shares with its inference engine. It says that its
-        weights are dirty, since nobody named their version."""
+        """Attaches an engine that takes whole tensors, on the device that this worker shares with its inference engine. Its weights
+        count as dirty, since nobody named their version."""
         device = devices.current_or_host() if self.device is None else self.device
         connect = replace(self.connect, client=client)
         return Engine(self.group, instance=instance, loader=True, dirty=True, device=device, connect=connect)
 
     def init_info(self, instance: str) -> dict[str, Any]:
-        """What refitd's backend in vLLM's processes attaches by, dirty: vLLM has loaded weights that are none of the group's versions."""
+        """Init info for refitd's backend in vLLM's processes, which attaches as dirty: the weights that vLLM loaded are no version of the group."""
         reached = {name: getattr(self.connect, name) for name in ("socket", "coordinator", "wait_seconds")}
-        told = {name: value for name, value in reached.items() if value is not None}
-        return {"group": self.group, "instance": instance, "dirty": True, **told}
+        given = {name: value for name, value in reached.items() if value is not None}
+        return {"group": self.group, "instance": instance, "dirty": True, **given}
 
 
 class Ranks:
@@ -157,7 +157,7 @@ class Ranks:
     def meet(self) -> None:
         """Waits for all ranks. torch names the rank that is missing on rank 0, and on the others says that rank 0 gave up.
 
-        Raises DeadlineExceeded, naming the rank, where one does not come.
+        Raises DeadlineExceeded, naming the rank, where a rank does not come.
         """
         if self._processes is None:
             return
@@ -182,21 +182,21 @@ class Ranks:
         return values
 
     def raise_alike(self, failure: Exception | None, value: Any = None) -> list[Any]:
-        """The values of all ranks, by rank. Where one has a failure, raises that on the rank itself, and on the others UpdateAborted, which
+        """The values of all ranks, by rank. Where a rank has a failure, raises it on that rank, and on the others UpdateAborted, which
         names the rank."""
-        said = self.gather((value, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        answers = self.gather((value, None if failure is None else f"{type(failure).__name__}: {failure}"))
         if failure is not None:
             raise failure
-        for rank, (_, text) in enumerate(said):
+        for rank, (_, text) in enumerate(answers):
             if text is not None:
                 raise UpdateAborted(f"trainer rank {rank} failed: {text}", culprit=f"trainer rank {rank}")
-        return [value for value, _ in said]
+        return [value for value, _ in answers]
 
 
 class Sender:
-    """The trainer ranks' end: pushes, and compares what the ranks sent. Not thread-safe.
+    """What trainer ranks do of a sync: rank 0 pushes the tensors, and all ranks compare that they had the same. Not thread-safe.
 
-    `who`: names the exporter's owner in errors, such as "the actor".
+    `who`: what errors call the one that yields the tensors, such as "the actor".
     """
 
     def __init__(self, who: str, casts: Casts, *, update_seconds: float, verification: str | None) -> None:
@@ -230,7 +230,7 @@ class Sender:
 
         A failure is raised on every rank: InvalidArgument where a rank's tensors differ from those of rank 0, naming the tensor, where
         there are none or a name comes twice; FailedPrecondition where engines are missing; UpdateAborted and DeadlineExceeded as in
-        Trainer.update. Where `weights` itself fails, the update is given up, and the other ranks fail at the latest in their time.
+        Trainer.update. Where `weights` itself fails, the update is given up, and the other ranks fail at the latest after `update_seconds`.
         """
         rank = trainer.rank
         update = trainer.update(version, duration_seconds=self._update_seconds, verification=self._verification, note=note)
@@ -248,7 +248,7 @@ class Sender:
             return update.commit(tensor_count=sent.count)
 
     def agree(self, version: int | None) -> int | None:
-        """The greatest of the ranks' versions. Raises DeadlineExceeded, naming the rank, where one does not come in `update_seconds`."""
+        """The greatest of the ranks' versions. Raises DeadlineExceeded, naming the rank, where a rank does not come in `update_seconds`."""
         self._ranks.meet()
         versions = self._ranks.gather(version)
         return max((known for known in versions if known is not None), default=None)
@@ -256,7 +256,7 @@ class Sender:
     def _push(self, update: Any, weights: Iterable[tuple[str, torch.Tensor]], sent: _Sent) -> None:
         """Pushes the tensors; with no `update`, only takes part in gathering."""
         iterator = iter(weights)
-        taken = False  # a tensor came from `weights` and was not pushed yet: an error is then not of `weights`
+        taken = False  # whether a tensor of `weights` is being pushed: an error is then not the exporter's
         try:
             for name, tensor in iterator:
                 taken = True
@@ -273,7 +273,7 @@ class Sender:
             raise
 
     def _compare(self, digests: Sequence[bytes], sent: _Sent) -> None:
-        """Raises InvalidArgument on every rank where one sent other tensors than rank 0."""
+        """Raises InvalidArgument on every rank where a rank had other tensors than rank 0."""
         if len(set(digests)) == 1:
             return
         lists = self._ranks.gather(sent.entries)
@@ -308,7 +308,7 @@ class _Sent:
 async def receive(member: Engine, *, begin_seconds: float, who: str, keep: bool) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
     """Yields the tensors of one update as they come, some at a time, and returns when the version is committed.
 
-    `keep`: tensors are memory of their own; else they are good until the next are asked for. `who`: the one that begins updates, for errors.
+    `keep`: tensors have memory of their own; else they are valid until the next are asked for. `who`: what errors call the one that begins updates.
     Raises DeadlineExceeded where no update begins within `begin_seconds`, UpdateAborted, also after tensors were yielded: the engine's
     weights are then torn until the next update. A caller that gives up fails the update.
     """
@@ -371,19 +371,21 @@ def _dtype_of(where: str, option: str, name: str | None) -> torch.dtype | None:
 
 def first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:
     """The name of the first entry in which two lists of (name, ...) differ."""
-    for one, two in zip(first, other):
-        if one != two:
-            return str(two[0])
+    for expected, found in zip(first, other):
+        if expected != found:
+            return str(found[0])
     return str(max(first, other, key=len)[min(len(first), len(other))][0])
 
 
 def _tensors_of(joiner: Joiner, part: Part, keep: bool) -> list[tuple[str, torch.Tensor]]:
     """The whole tensors that a part brings; with `keep`, copied out of the daemon's memory."""
-    arrived = {id(view) for view in part.views}
+    # Views of the part lie in the daemon's slot; a tensor that the joiner joined has memory of its own.
+    in_slot = {id(view) for view in part.views}
     tensors = []
     for view in joiner.add(part):
         tensor = view.torch()
-        tensors.append((view.name, tensor.clone() if keep and id(view) in arrived else tensor))
+        tensors.append((view.name, tensor.clone() if keep and id(view) in in_slot else tensor))
+    # The caller acknowledges the part next, which frees the slot: the clones must be complete by then.
     if keep and tensors:
         _synchronize(part.engine)
     return tensors
@@ -397,6 +399,7 @@ def _synchronize(member: Engine) -> None:
 
 
 def _give_up(member: Engine, version: int) -> None:
+    """Fails the update, unless it has ended, and detaches."""
     try:
         member.fail(version, "the engine's worker gave the weights up")
     except Error:

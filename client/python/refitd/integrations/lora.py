@@ -53,7 +53,7 @@ _PREFIX = "base_model.model."  # begins the names of tensors in files that PEFT 
 class Term:
     """One adapter's share: scaling * (b @ a), or the transpose of that.
 
-    `b`: of shape (m, r), `a`: of shape (r, n), tensors or DTensors. `scaling`: a number, or a function that is asked at each refit.
+    `b`: of shape (m, r), `a`: of shape (r, n), tensors or DTensors. `scaling`: a number, or a function that each refit calls.
     """
 
     b: Any
@@ -63,7 +63,7 @@ class Term:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of what is added."""
+        """The shape of the product that is added."""
         m, n = int(self.b.shape[0]), int(self.a.shape[1])
         return (n, m) if self.transposed else (m, n)
 
@@ -71,7 +71,7 @@ class Term:
 @dataclass(frozen=True)
 class _Factors:
     """A term's matrices for one refit. `rows`: all rows of the left matrix, or those that this rank holds;
-    `held` tells which, as (first, count, place in `rows`)."""
+    `held`: which rows these are, as (first, count, place in `rows`)."""
 
     rows: Any
     columns: Any
@@ -80,9 +80,10 @@ class _Factors:
 
     def of(self, first: int, count: int) -> Any:
         """The matrix's rows [first, first + count)."""
-        for begin, n, at in self.held:
+        for begin, n, place_in_rows in self.held:
             if begin <= first and first + count <= begin + n:
-                return self.rows[at + first - begin : at + first - begin + count]
+                start = place_in_rows + first - begin
+                return self.rows[start : start + count]
         raise AssertionError(f"rows {first} to {first + count} are in none of {self.held}")
 
 
@@ -148,16 +149,16 @@ class Product:
         room = torch.empty((3, step, width), dtype=kind, device=source.device)
         for begin in range(0, height, step):
             n = min(step, height - begin)
-            total, product, one = (part[:n] for part in room)
+            total, product, summand = (part[:n] for part in room)
             total.copy_(source[begin : begin + n])
             for factors, across in zip(self._factors, columns):
-                _multiply(product, one, factors.of(offset[0] + begin, n).to(kind), across)
+                _multiply(product, summand, factors.of(offset[0] + begin, n).to(kind), across)
                 total.add_(product.mul_(factors.scaling))
             target[begin : begin + n].copy_(total)
 
 
-def _multiply(product: Any, one: Any, rows: Any, columns: Any) -> None:
-    """product = rows @ columns, summed in the order of the inner dimension; `one` is room for one summand."""
+def _multiply(product: Any, summand: Any, rows: Any, columns: Any) -> None:
+    """product = rows @ columns, summed in the order of the inner dimension; `summand` is room for one."""
     import torch
 
     product.zero_()
@@ -165,8 +166,8 @@ def _multiply(product: Any, one: Any, rows: Any, columns: Any) -> None:
         if k == 0:
             torch.mul(rows[:, :1], columns[:1], out=product)
             continue
-        torch.mul(rows[:, k : k + 1], columns[k : k + 1], out=one)
-        product.add_(one)
+        torch.mul(rows[:, k : k + 1], columns[k : k + 1], out=summand)
+        product.add_(summand)
 
 
 def _whole(tensor: Any) -> Any:
@@ -175,7 +176,7 @@ def _whole(tensor: Any) -> Any:
 
 
 def _by_the_same_rows(term: Term, tensor: Any) -> bool:
-    """Tells whether b's rows are sharded as the tensor's are, and neither by columns. All ranks find the same, whatever they hold."""
+    """Whether b's rows are sharded as the tensor's are, and neither is sharded by columns. The result is the same on all ranks."""
     if term.transposed or not is_dtensor(term.b) or not is_dtensor(tensor) or term.b.device_mesh != tensor.device_mesh:
         return False
     whole_rows = all(placement.is_replicate() or getattr(placement, "dim", None) == 0 for placement in tensor.placements)
@@ -199,10 +200,8 @@ def merged(model: Any) -> MadeMapping:
     """Returns what Trainer.register takes of a model of PEFT's, so that engines get the weights with all active adapters merged.
 
     `model`: a PeftModel, or a model with PEFT's layers of LoRA. Names are those of the model without PEFT; modules that PEFT trains
-    as a whole (`modules_to_save`) come as trained. Adapters and their scalings are read at each refit; which adapters are active,
-    when this is called. Nothing of the model changes.
-
-    Registered, it is made again where modules or tensors of the model were replaced.
+    as a whole (`modules_to_save`) come as trained. Adapters and their scalings are read at each refit; which adapters are active
+    is read when this is called. Nothing of the model changes. The trainer calls this again where modules or tensors were replaced.
 
     Raises Unimplemented, naming the module, where a merge is no sum of weight and product: DoRA and other variants, biases of
     adapters, convolutions, single parameters, other methods than LoRA. Raises FailedPrecondition where adapters are merged already.
@@ -221,7 +220,7 @@ def merged(model: Any) -> MadeMapping:
 
 
 def adapters(model: Any, adapter: str = "default") -> MadeMapping:
-    """Returns what Trainer.register takes of one adapter of a model of PEFT's, for a group of its own.
+    """Returns the tensors of one adapter of a PEFT model, as Trainer.register takes them. An adapter needs a group of its own.
 
     Names are those of PEFT's files; beside them each layer has `lora_scaling`, of shape (1,) and float32. Sharded matrices stay
     sharded. Raises InvalidArgument for an adapter that the model does not have, and as merged() does.
@@ -241,7 +240,7 @@ def adapters(model: Any, adapter: str = "default") -> MadeMapping:
 
 
 class AdapterLoop(EngineLoop):
-    """An EngineLoop of a model of PEFT's, for its adapter: updates bring the adapter's matrices and scalings alone, where they are."""
+    """An EngineLoop of a model of PEFT's, for its adapter: updates write the adapter's matrices and scalings alone, in place."""
 
     def __init__(
         self,
@@ -263,7 +262,7 @@ class AdapterLoop(EngineLoop):
 
         Args:
             model: The model that PEFT made.
-            adapter: Its adapter's name.
+            adapter: The adapter's name in the model.
             group: As in refitd.EngineLoop, with all further arguments.
 
         Raises:
@@ -299,7 +298,7 @@ class AdapterLoop(EngineLoop):
 
 
 class _Scaling:
-    """An addition that is a layer's scaling, to a tensor of zero."""
+    """An addition that writes a layer's scaling; the tensor that it is added to is zero."""
 
     def __init__(self, layer: Any, adapter: str) -> None:
         self._layer, self._adapter = layer, adapter
@@ -364,16 +363,16 @@ def _terms(layer: Any, active: Sequence[str]) -> list[Term]:
     for adapter in active:
         found = list(_matrices(layer, adapter))
         if not found:
-            continue  # this layer is not one of the adapter's
+            continue  # the adapter leaves this layer out
         (embedding, (_, a)), (_, (_, b)) = found
         transposed = embedding or bool(getattr(layer, "fan_in_fan_out", False))
-        terms.append(Term(b, a, _Asked(layer, adapter), transposed))
+        terms.append(Term(b, a, _CurrentScaling(layer, adapter), transposed))
     return terms
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A layer's scaling, as it is when it is asked for."""
+class _CurrentScaling:
+    """A function that returns the scaling that a layer has when it is called."""
 
     layer: Any
     adapter: str
@@ -383,7 +382,7 @@ class _Asked:
 
 
 def _without_peft(base: Any, layers: dict[str, Any], name: str) -> str | None:
-    """The name that a tensor of the base model has without PEFT; None for a tensor that it does not have without."""
+    """The name that a tensor of the base model has without PEFT; None for a tensor that only PEFT adds."""
     parts = name.split(".")
     for i in range(len(parts)):
         path, rest = ".".join(parts[:i]), parts[i:]

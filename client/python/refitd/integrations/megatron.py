@@ -17,7 +17,7 @@ A table says for each kind of parameter how it is made of the checkpoint's tenso
     trainer.register(model_shards(model, table, place), dtype=torch.bfloat16)
 
 Each refit then begins with `finish_gather(model)`: with Megatron's `overlap_param_gather`, ranks otherwise hold parameters of which some
-are of the step before. Callers of `shards`, which knows no model, call it on every rank before each refit.
+are of the step before. Callers of `shards`, which gets no model, call `finish_gather` on every rank before each refit.
 
 `{layer}` and `{expert}` in the names of parameters are local to the rank; in the names of tensors they are global. The classes
 have the names that Megatron-Bridge gives its mappings. Only shapes are looked at: nothing is gathered or copied.
@@ -54,9 +54,9 @@ from ..layout.shards import MadeOf, MadeShards, Shard
 class Place:
     """The place of a rank in both meshes, and which layers and experts are its own.
 
-    Tensor parallel: rank `tp` of `tp_size`, for experts `etp` of `etp_size`. `stage` of `stages`. `first_layer`, `layers`: of the
-    stage. `first_expert`, `experts`: of the rank, in each layer. `replica`, `expert_replica`: this rank's number among those that
-    hold the same dense parameters, or the same experts, and how many they are.
+    Tensor parallel: rank `tp` of `tp_size`, for experts `etp` of `etp_size`. Pipeline stage `stage` of `stages`. `first_layer`, `layers`:
+    the stage's first layer, and how many it has. `first_expert`, `experts`: likewise of the rank, in each layer. `replica`,
+    `expert_replica`: this rank's number among those that hold the same dense parameters, or the same experts, and how many they are.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Parallel:
     """A mapping of ranks: two meshes over one world, the last dimension innermost.
 
     Dense: (pp, dp, cp, tp) with dp = world_size / (pp * cp * tp). Expert: (pp, edp, ep, etp) with
-    edp = world_size / (pp * ep * etp). Published names of mappings may list factors of either mesh: the world size says which.
+    edp = world_size / (pp * ep * etp). Published names of mappings may list factors of either mesh: the world size decides which.
     """
 
     world_size: int
@@ -111,7 +111,7 @@ class Parallel:
             raise InvalidArgument(f"rank is {rank}, 0 to {self.world_size - 1} are possible", culprit="rank")
         if experts % self.ep:
             raise InvalidArgument(f"{experts} experts are not divisible by ep {self.ep}", culprit="experts")
-        of_stages = _even(layers, self.pp) if layers_of_stages is None else list(layers_of_stages)
+        of_stages = _divide(layers, self.pp) if layers_of_stages is None else list(layers_of_stages)
         if len(of_stages) != self.pp or sum(of_stages) != layers or min(of_stages) < 0:
             raise InvalidArgument(f"{of_stages} layers of stages are not {layers} layers over pp {self.pp}", culprit="layers_of_stages")
         stage, within = divmod(rank, self.world_size // self.pp)
@@ -138,7 +138,7 @@ class Parallel:
 def finish_gather(model: Any) -> None:
     """Ends the gathers of parameters that Megatron's optimizer leaves to the next forward pass (`overlap_param_gather`).
 
-    `model`: what Megatron's DistributedDataParallel wraps, or a list of such chunks; others need nothing and are passed over. It is a
+    `model`: what Megatron's DistributedDataParallel wraps, or a list of such chunks; other models are passed over. This is a
     collective: every rank calls it after its optimizer step and before Trainer.refit(). Costs nothing where gathers are not overlapped.
     """
     for chunk in chunks_of(model):
@@ -152,7 +152,8 @@ def chunks_of(model: Any) -> list[Any]:
     return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
-def _even(n: int, parts: int) -> list[int]:
+def _divide(n: int, parts: int) -> list[int]:
+    """`n` in `parts` counts as even as can be, the larger first."""
     return [n // parts + (i < n % parts) for i in range(parts)]
 
 
@@ -200,7 +201,7 @@ class Replicated:
 class Column:
     """Column parallel: the parameter is a shard of the tensor's rows (dimension 0).
 
-    `size`: rows of the tensor where storage is padded beyond them, as that of embedding and output layer is; None: no padding.
+    `size`: how many rows the tensor has where storage is padded, as in embedding and output layer; None: no padding.
     """
 
     name: str
@@ -249,7 +250,7 @@ class QKV:
         groups = max(1, self.kv_heads // tp_size)
         first_group = tp * self.kv_heads // tp_size
         heads = self.heads // tp_size
-        of_group = heads // groups
+        group_heads = heads // groups
         if shape[0] != (heads + 2 * groups) * self.head_dim:
             raise ValueError(f"{heads} query and 2 * {groups} key and value heads of {self.head_dim} have other rows")
         sharing = max(1, tp_size // self.kv_heads)
@@ -257,7 +258,7 @@ class QKV:
         for group in range(groups):
             kv = first_group + group
             for part, head, count, total, shared in (
-                ("q", tp * heads + group * of_group, of_group, self.heads, (0, 1)),
+                ("q", tp * heads + group * group_heads, group_heads, self.heads, (0, 1)),
                 ("k", kv, 1, self.kv_heads, (tp % sharing, sharing)),
                 ("v", kv, 1, self.kv_heads, (tp % sharing, sharing)),
             ):
@@ -275,7 +276,7 @@ class QKV:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """The fused first layer of a gated MLP: a shard of the gate's rows, then one of the up projection's. `name` has {part}."""
+    """The fused first layer of a gated MLP: a shard of the gate's rows, then a shard of the up projection's. `name` has {part}."""
 
     name: str
     expert: bool = False
@@ -293,11 +294,11 @@ class GatedMLP:
 
 
 def model_shards(model: Any, table: Mapping[str, Mapped | None], place: Place) -> MadeShards:
-    """The shards of a rank's model, for Trainer.register: those of its parameters (see `shards`), looked up in the model at each refit, which
-    begins with `finish_gather(model)` on every rank.
+    """The shards of a rank's model, for Trainer.register (see `shards`). Each refit begins with `finish_gather(model)` on every rank, and
+    looks the parameters up in the model again.
 
-    `model`: a module, as Megatron's wrappers wrap it or bare, or the list of it. Raises Unimplemented for a list of several chunks, since each
-    counts its layers anew: give `shards` their parameters by names of your own.
+    `model`: a module, bare or in Megatron's wrappers, or a list of one. Raises Unimplemented for a list of several chunks, since each
+    numbers its layers from 0: give `shards` their parameters by names of your own.
     """
     chunks = chunks_of(model)
     if len(chunks) != 1:
@@ -321,7 +322,7 @@ def shards(parameters: Mapping[str, Any], table: Mapping[str, Mapped | None], pl
 
     Raises InvalidArgument, naming the parameter and the rank, where no pattern matches or a shape does not fit its mapping.
     """
-    patterns = [(_regex(pattern), mapped) for pattern, mapped in table.items()]
+    patterns = [(_compiled(pattern), mapped) for pattern, mapped in table.items()]
     found: list[Shard] = []
     for name, parameter in parameters.items():
         for regex, mapped in patterns:
@@ -336,7 +337,7 @@ def shards(parameters: Mapping[str, Any], table: Mapping[str, Mapped | None], pl
     return found
 
 
-def _regex(pattern: str) -> re.Pattern[str]:
+def _compiled(pattern: str) -> re.Pattern[str]:
     escaped = re.escape(pattern).replace(r"\*", ".*")
     for what in ("layer", "expert"):
         escaped = escaped.replace(re.escape("{" + what + "}"), rf"(?P<{what}>\d+)")
@@ -358,6 +359,7 @@ def _global_numbers(name: str, local: Mapping[str, str], place: Place) -> dict[s
 
 
 def _shards_of(name: str, parameter: Any, mapped: Mapped, numbers: Mapping[str, int], place: Place) -> Iterator[Shard]:
+    """The shards that one parameter is. `numbers`: global layer and expert, for the names of tensors."""
     tp, tp_size = (place.etp, place.etp_size) if mapped.expert else (place.tp, place.tp_size)
     index, count = place.expert_replica if mapped.expert else place.replica
     shape = tuple(parameter.shape)
@@ -391,9 +393,9 @@ def table_of(config: Any) -> dict[str, Mapped | None]:
     """The table of a model with Megatron Core's names of parameters and a Hugging Face checkpoint's names of tensors.
 
     `config`: attributes as in Hugging Face's configurations: num_attention_heads, num_key_value_heads, head_dim, vocab_size,
-    tie_word_embeddings, and for latent attention kv_lora_rank. For models named as Qwen2, Qwen3, their mixtures of experts, and
-    DeepSeek-V3 are. With tied embeddings the output layer is not transferred. Of other models write the table by hand, or change
-    this one: shards() refuses what it does not know.
+    tie_word_embeddings, and for latent attention kv_lora_rank. For Qwen2, Qwen3, their mixtures of experts, DeepSeek-V3,
+    and models with the same names. With tied embeddings the output layer is not transferred. For other models write the table by hand, or change
+    this one: shards() refuses parameters that no pattern matches.
     """
     layer = "decoder.layers.{layer}"
     to = "model.layers.{layer}"
@@ -427,10 +429,10 @@ def table_of(config: Any) -> dict[str, Mapped | None]:
 def _attention(layer: str, to: str, config: Any) -> dict[str, Mapped | None]:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    of = dict(heads=heads, kv_heads=config.num_key_value_heads, head_dim=head_dim)
+    sizes = dict(heads=heads, kv_heads=config.num_key_value_heads, head_dim=head_dim)
     return {
-        f"{layer}.self_attention.linear_qkv.weight": QKV(f"{to}.self_attn.{{part}}_proj.weight", **of),
-        f"{layer}.self_attention.linear_qkv.bias": QKV(f"{to}.self_attn.{{part}}_proj.bias", **of),
+        f"{layer}.self_attention.linear_qkv.weight": QKV(f"{to}.self_attn.{{part}}_proj.weight", **sizes),
+        f"{layer}.self_attention.linear_qkv.bias": QKV(f"{to}.self_attn.{{part}}_proj.bias", **sizes),
         f"{layer}.self_attention.q_layernorm.weight": Replicated(f"{to}.self_attn.q_norm.weight"),
         f"{layer}.self_attention.k_layernorm.weight": Replicated(f"{to}.self_attn.k_norm.weight"),
     }
@@ -458,8 +460,8 @@ Replica = tuple[int, int]  # a rank's number among those that hold the same, and
 def bridge_shards(
     bridge: Any, model: Any, *, vocab_size: int | None = None, replica: Replica | None = None, expert_replica: Replica | None = None, rank: int = 0
 ) -> MadeShards:
-    """The shards of a rank's model, for Trainer.register: those of `bridge.get_conversion_tasks(model)`; see `task_shards`. The bridge is asked
-    again where the model's parameters were replaced."""
+    """The shards of a rank's model, for Trainer.register: those of `bridge.get_conversion_tasks(model)`; see `task_shards`. They are
+    made again where the model's parameters were replaced."""
 
     def make() -> MadeShards:
         tasks = bridge.get_conversion_tasks(model)
@@ -476,7 +478,7 @@ def task_shards(
 
     `tasks`: of this rank, as get_conversion_tasks() returns them; None among them, and tasks of other pipeline stages, are passed over.
     `vocab_size`: rows of embedding and output layer, which Megatron pads; None: there is no padding. `replica`, `expert_replica`: this
-    rank's place among the data-parallel ranks of dense parameters, and of experts; None: what Megatron's parallel_state says. `rank`:
+    rank's place among the data-parallel ranks of dense parameters, and of experts; None: by Megatron's parallel_state. `rank`:
     for errors.
 
     Raises Unimplemented, naming the parameter and its mapping, where the mapping is no plain choice of boxes; InvalidArgument where a
@@ -488,7 +490,7 @@ def task_shards(
     found: list[Shard] = []
     for task in tasks:
         if task is not None and task.param_weight is not None:
-            found += _of_task(task, vocab_size, replica, expert_replica, rank)
+            found += _shards_of_task(task, vocab_size, replica, expert_replica, rank)
     return found
 
 
@@ -502,7 +504,7 @@ def replicas() -> tuple[Replica, Replica]:
     )
 
 
-def _of_task(task: Any, vocab_size: int | None, replica: Replica, expert_replica: Replica, rank: int) -> Iterator[Shard]:
+def _shards_of_task(task: Any, vocab_size: int | None, replica: Replica, expert_replica: Replica, rank: int) -> Iterator[Shard]:
     mapping = _delegate(task)
     mapped, names = _mapped(task, mapping, vocab_size)
     tp, tp_size = int(mapping.tp_rank), int(mapping.tp_size)  # for an expert's parameter: of expert tensor parallelism
@@ -512,7 +514,7 @@ def _of_task(task: Any, vocab_size: int | None, replica: Replica, expert_replica
 
 
 def _delegate(task: Any) -> Any:
-    """The mapping, or the one that an AutoMapping stands for."""
+    """The task's mapping, or the mapping that an AutoMapping stands for."""
     mapping = task.mapping
     if type(mapping).__name__ != "AutoMapping":
         return mapping
@@ -522,7 +524,7 @@ def _delegate(task: Any) -> Any:
 
 
 def _mapped(task: Any, mapping: Any, vocab_size: int | None) -> tuple[Mapped, dict[str, str]]:
-    """The class of this module that says what Bridge's mapping says, and the checkpoint's names by those that it yields."""
+    """This module's equal of Bridge's mapping, and the checkpoint's names by the names that it yields."""
     kind, expert, hf = type(mapping).__name__, bool(mapping.is_expert), mapping.hf_param
     if kind in ("DirectMapping", "ReplicatedMapping"):
         return Replicated(hf, expert), {hf: hf}

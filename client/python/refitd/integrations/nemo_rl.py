@@ -37,12 +37,12 @@ _WHERE = 'refit_cfg["refitd.integrations.nemo_rl:Transport"]'
 
 
 class Transport(CheckpointEngine):
-    """A trainer rank or a rollout worker of one group; `init_..._process_group` says which of the two it is.
+    """A trainer rank or a rollout worker of one group; `init_..._process_group` decides which of the two.
 
     Not thread-safe: NeMo-RL calls it from one worker. Workers stay attached between syncs, unless `release_after_refit`.
     """
 
-    # Every rollout worker gets whole tensors: its loader takes what is its own.
+    # Every rollout worker gets whole tensors: its loader takes the worker's own shards.
     shard_expert_weights: bool = False
 
     def __init__(
@@ -86,7 +86,7 @@ class Transport(CheckpointEngine):
     def init_policy_process_group(self, *, worker_rank: int, train_world_size: int, rollout_world_size: int, metadata: list[Any]) -> None:
         """Attaches a policy worker. All workers call it at the same time: engines wait for the group, which trainers make.
 
-        Raises what attaching raises, and InvalidArgument, naming the worker, where one is missing or was configured for another group.
+        Raises what attaching raises, and InvalidArgument, naming the worker, where a worker is missing or was configured for another group.
         """
         self._instances = self._check(metadata, train_world_size, rollout_world_size)
         self._sender.join(worker_rank, train_world_size)
@@ -111,8 +111,8 @@ class Transport(CheckpointEngine):
 
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None]) -> None:
         """Installs the tensors as the next version in every rollout worker. Every policy worker calls it, with the same tensors in one
-        order. The tensors' bytes are read before the next tensor is taken from `weights`. With `sharded`, `weights` only says which
-        model's shards to install.
+        order. The tensors' bytes are read before the next tensor is taken from `weights`. With `sharded`, `weights` only
+        leads to the model whose shards to install.
 
         A failure is raised on every worker, as in refitd.integrations.Sender.send: Unimplemented too where the model's shards can't be had, and
         UpdateAborted where a rollout worker was lost on the way.
@@ -132,7 +132,7 @@ class Transport(CheckpointEngine):
             raise UpdateAborted(f"version {version}: rollout worker '{lost.instance}' was lost: {lost.reason}", culprit=lost.instance)
 
     async def receive_weight_batches(self) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
-        """Yields the tensors of one sync as they come, good until the next are asked for, and returns when the version is committed.
+        """Yields the tensors of one sync as they come, valid until the next are asked for, and returns when the version is committed.
         With `in_place` it yields nothing.
 
         Raises as refitd.integrations.receive does. A caller that gives up fails the sync.
@@ -148,14 +148,14 @@ class Transport(CheckpointEngine):
                 async for batch in batches:
                     yield batch
             except BaseException:
-                await batches.aclose()  # it gives the update up
+                await batches.aclose()  # fails the update
                 self._leave()  # the next sync attaches anew, whatever became of this lease
                 raise
 
     # ---- inside ----
 
     def _check(self, metadata: list[Any], train_world_size: int, rollout_world_size: int) -> int:
-        """The number of engine instances."""
+        """Checks the workers' metadata; returns the number of engine instances."""
         count = train_world_size + rollout_world_size
         if len(metadata) != count:
             raise InvalidArgument(f"metadata of {len(metadata)} workers, and there are {count}", culprit="metadata")
@@ -182,6 +182,7 @@ class Transport(CheckpointEngine):
         return rollout_world_size // int(rollouts[0]["ranks"])
 
     def _leave(self) -> None:
+        """Detaches this worker."""
         for member in (self._trainer, self._engine):
             if member is not None:
                 member.close()
@@ -200,7 +201,7 @@ class Transport(CheckpointEngine):
             except Error:
                 self._leave()
         if self._trainer is None:
-            # An update waits for all rollout workers: one that failed in the sync before attaches when it is asked to receive.
+            # An update waits for all rollout workers: a worker that failed in the sync before attaches when it is to receive.
             self._trainer = self._settings.trainer("nemo-rl", rank, world_size, min_instances=self._instances)
         return self._trainer
 
@@ -268,10 +269,10 @@ def _model_of(weights: Any) -> tuple[torch.nn.Module, torch.dtype]:
 
     Raises Unimplemented for other generators, and for models whose tensors that generator changes on the way.
     """
-    told: dict[str, Any] = {}
+    local: dict[str, Any] = {}
     if inspect.isgenerator(weights) and inspect.getgeneratorstate(weights) == inspect.GEN_CREATED:
-        told = inspect.getgeneratorlocals(weights)
-    model, dtype = told.get("model"), told.get("target_dtype")
+        local = inspect.getgeneratorlocals(weights)
+    model, dtype = local.get("model"), local.get("target_dtype")
     if not isinstance(model, torch.nn.Module) or not isinstance(dtype, torch.dtype):
         raise Unimplemented("sharded: the policy's worker is none of NeMo-RL's DTensor workers: set sharded to false", culprit="sharded")
     if getattr(model, "state_dict_adapter", None):

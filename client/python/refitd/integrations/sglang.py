@@ -47,7 +47,7 @@ def register() -> None:
 
 def follow(engine: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     """Attaches an offline `sglang.Engine`, whose updates then happen in `Follower.poll` and `Follower.wait`, between calls of
-    `generate`. `settings`: fields of refitd.serving.Settings by name; the environment says the others. See
+    `generate`. `settings`: fields of refitd.serving.Settings by name; the others come from the environment. See
     `refitd.serving.driver.Follower`.
     """
     arguments = engine.server_args
@@ -56,7 +56,7 @@ def follow(engine: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     controls = OfflineControls(engine, made.cache)
     clean = starts_clean(arguments)
     driver = Driver(controls, made, world_size=arguments.tp_size, clean=clean, device=arguments.device, patient=False)
-    controls.stand_before_sleep(driver)
+    controls.replace_sleep(driver)
     return Follower(driver)
 
 
@@ -76,7 +76,7 @@ class Released:
         self._tags: set[str] = set()
 
     def release(self, tags: Iterable[str] | None) -> tuple[bool, bool]:
-        """Whether the engine falls asleep now, and whether its weights go now. `tags`: None or none of them stands for all."""
+        """Notes a release; returns whether the engine falls asleep by it, and whether it discards the weights. `tags`: None or empty: all."""
         from sglang.srt.constants import GPU_MEMORY_ALL_TYPES, GPU_MEMORY_TYPE_WEIGHTS
 
         now = set(tags or GPU_MEMORY_ALL_TYPES)
@@ -85,7 +85,7 @@ class Released:
         return falls_asleep, GPU_MEMORY_TYPE_WEIGHTS in now and not self._backed_up
 
     def resume(self, tags: Iterable[str] | None) -> bool:
-        """Whether all of the memory is back now."""
+        """Notes that memory is back; returns whether all of it is."""
         from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
         self._tags -= set(tags or GPU_MEMORY_ALL_TYPES)
@@ -98,7 +98,7 @@ def keeps_weights(arguments: Any) -> bool:
 
 
 class Controls:
-    """The calls to the manager of one engine. `run`: has a coroutine carried out on the engine's event loop, and returns its result.
+    """The calls to the manager of one engine. `run`: runs a coroutine on the engine's event loop, and returns its result.
 
     `cache`: "reset" computes requests in flight anew after an update, and "keep" goes on with their blocks.
     """
@@ -107,7 +107,7 @@ class Controls:
         self._manager = manager
         self.run = run
         self._cache = cache
-        self._weights_went = False
+        self._weights_discarded = False
         # SGLang's own functions that release the memory, and get it back.
         self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None
         self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
@@ -136,8 +136,8 @@ class Controls:
         self.run(self._manager.continue_generation(ContinueGenerationReqInput()))
 
     def register(self, init_info: dict[str, Any]) -> None:
-        self.ask({"do": "attach", "weights_went": self._weights_went, **init_info})
-        self._weights_went = False
+        self.ask({"do": "attach", "weights_discarded": self._weights_discarded, **init_info})
+        self._weights_discarded = False
 
     def unregister(self) -> None:
         self.ask({"do": "detach"})
@@ -150,13 +150,13 @@ class Controls:
         self.ask({"do": "take", **update_info(version)}, version)
 
     def sleep(self, level: int) -> None:
-        self._weights_went = self._weights_went or level >= 2
+        self._weights_discarded = self._weights_discarded or level >= 2
         if self.sleeps is not None:
             self.run(self.sleeps())
 
-    def weights_went(self) -> None:
-        """Says that a sleeping engine no longer has its weights: its ranks attach as dirty."""
-        self._weights_went = True
+    def weights_discarded(self) -> None:
+        """The weights of a sleeping engine were discarded: its ranks attach as dirty."""
+        self._weights_discarded = True
 
     def wake(self) -> None:
         """Gets the memory back. SGLang stays paused, as it was before it fell asleep, until `resume` (P2)."""
@@ -164,7 +164,7 @@ class Controls:
             self.run(self.wakes())
 
     def ask(self, request: dict[str, Any], version: int | None = None) -> list[Any]:
-        """Has all ranks carry out a request; returns what each answers. Raises the first rank's error."""
+        """Lets all ranks carry out a request; returns their answers, by rank. Raises the error of the first rank that failed."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         asked = UpdateWeightsFromTensorReqInput(
@@ -180,12 +180,12 @@ class Controls:
             answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]  # texts: SGLang passes nothing else on
             return answers
         try:
-            told = json.JSONDecoder().raw_decode(message[message.index("{") :])[0]  # texts: as above
+            failure = json.JSONDecoder().raw_decode(message[message.index("{") :])[0]  # texts: as above
         except ValueError:
             raise errors.FailedPrecondition(f"SGLang refused: {message}") from None
-        kind = getattr(errors, told["error"], None)
+        kind = getattr(errors, failure["error"], None)
         known = isinstance(kind, type) and issubclass(kind, errors.Error) and kind is not errors.UpdateAborted
-        raise (kind if known and kind is not None else errors.FailedPrecondition)(told["reason"])
+        raise (kind if known and kind is not None else errors.FailedPrecondition)(failure["reason"])
 
 
 class OfflineControls(Controls):
@@ -213,7 +213,7 @@ class OfflineControls(Controls):
         super().resume()
         self._paused = False
 
-    def stand_before_sleep(self, driver: Driver) -> None:
+    def replace_sleep(self, driver: Driver) -> None:
         """Replaces `release_memory_occupation` and `resume_memory_occupation` of the engine by calls of a Sleep."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
@@ -229,8 +229,8 @@ class OfflineControls(Controls):
         engine.release_memory_occupation, engine.resume_memory_occupation = release, resume
 
 
-# SGLang's arguments that this adapter can't serve, and the value that each may have. The last move experts after they are registered, so
-# that new weights would get into other experts (P11).
+# SGLang's arguments that this adapter can't serve, and the value that each may have. The last four move experts after these are registered,
+# so that new weights would get into other experts (P11).
 _ONLY = (
     ("dp_size", 1), ("pp_size", 1), ("nnodes", 1), ("tokenizer_worker_num", 1), ("speculative_algorithm", None), ("enable_lora", None),
     ("enable_eplb", False), ("ep_num_redundant_experts", 0), ("init_expert_location", "trivial"), ("elastic_ep_backend", None),
@@ -324,8 +324,8 @@ class Sleep:
             self._driver.sleep(2 if weights_go else 1)
             return
         if weights_go:
-            self._controls.weights_went()
-            self._driver.weights_went()
+            self._controls.weights_discarded()
+            self._driver.weights_discarded()
         self._controls.run(original())
 
     def resume(self, tags: Iterable[str] | None, original: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -337,7 +337,7 @@ class Sleep:
 
 
 class _Guard:
-    """ASGI middleware in front of SGLang's /continue_generation, which would bring random or torn weights before clients (P2)."""
+    """ASGI middleware that refuses SGLang's /continue_generation while clients would get answers of random or torn weights (P2)."""
 
     def __init__(self, app: Any, drivers: list[Driver]) -> None:
         self._app = app
@@ -354,8 +354,8 @@ _SCALING = ".lora_scaling"  # as refitd.integrations.lora.adapters names it
 
 
 class AdapterFollower:
-    """Attaches a LoRA adapter of an offline `sglang.Engine`, which takes new versions in `poll` and `wait`, between calls of `generate`. Not
-    thread-safe: call it where you call the engine."""
+    """Attaches a LoRA adapter of an offline `sglang.Engine`. `poll` and `wait` of this object load new versions of the adapter: call them between
+    calls of `generate`. Not thread-safe: call it where you call the engine."""
 
     def __init__(
         self, engine: Any, adapter: str, *, group: str, instance: str, name: str = "policy", socket: str | None = None, connect: Connect = Connect()
@@ -451,6 +451,7 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 
 def _update(original: Any, manager: Any, request: Any) -> Any:
+    """Takes requests of the load format "refitd"; all others go to SGLang."""
     if request.load_format != "refitd":
         return original(manager, request)
     return answer(manager, request)
@@ -473,6 +474,7 @@ _loading: list[Any] = []
 
 
 def _load_model(original: Any, loader: Any, **options: Any) -> Any:
+    """Loads random weights, and leaves in the model what post-processing changed (ATTRIBUTE)."""
     _loading.clear()
     model = original(loader, **options)
     if _loading:
@@ -484,7 +486,7 @@ def _load_model(original: Any, loader: Any, **options: Any) -> Any:
 
 
 def _loaded(result: None, model: Any) -> None:
-    """Runs after random weights were made, and before modules are post-processed. At updates this does nothing that matters."""
+    """Takes snapshots after random weights were made, before modules are post-processed. Nothing uses those that an update takes."""
     if hasattr(model, ATTRIBUTE):
         return
     _loading[:] = [
@@ -498,7 +500,7 @@ def _tensors(layer: Any) -> list[tuple[str, Any]]:
 
 
 def _on_meta(tensor: Any) -> Any:
-    """The same kind of tensor without storage, with the attributes by which loaders find their place."""
+    """The same kind of tensor without storage, with the attributes that loaders read."""
     import torch
 
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -557,7 +559,7 @@ def is_vocabulary(layer: Any) -> bool:
 
 def reload(model: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any]) -> None:
     """Loads `tensors`, in the checkpoint's format, and post-processes the modules `wanted`, as SGLang's own weight updates do with
-    all; what they get goes into their old storage. Raises FailedPrecondition that names a module that takes another shape."""
+    all modules; the results go into their old storage. Raises FailedPrecondition that names a module that takes another shape."""
     methods: dict[str, Any] = {name: getattr(layer, "quant_method", None) for name, layer in wanted.items()}
     before = {name: tensors_of(layer) for name, layer in wanted.items()}
     for name, layer in wanted.items():
@@ -585,12 +587,12 @@ def finish(model: Any) -> None:
     post_load_weights(model)
 
 
-# So many tokens follow the first ones, one by one, each by the decode kernels.
+# How many tokens follow the first ones, one by one, through the decode kernels.
 DECODED = 1
 
 
 def probe_of(runner: Any, room: Room) -> Probe:
-    """How a scheduler's model is run on fixed tokens: the first all at once, a last one by itself."""
+    """How a scheduler's model is run on fixed tokens: the first all at once, the last by itself."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.runtime_context import get_model, get_parallel
 
@@ -618,11 +620,12 @@ def probe_of(runner: Any, room: Room) -> Probe:
         with around(batches[0]):
             yield
 
-    return Probe(run, room.tokens, alone, turn=(group.rank_in_group, group.world_size), agree=partial(union_over, group), keep=_kept, beyond=beyond(runner))
+    turn, agree = (group.rank_in_group, group.world_size), partial(union_over, group)
+    return Probe(run, room.tokens, alone, turn=turn, agree=agree, keep=_kept, not_run=ways_not_run(runner))
 
 
-def beyond(runner: Any) -> dict[str, str]:
-    """By name, ways in which this engine runs its model that a probe does not take, and why."""
+def ways_not_run(runner: Any) -> dict[str, str]:
+    """By name, ways in which this engine runs its model that the probe does not run, and why."""
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
     why = "are not replayed by the proof, which runs the model without them"
@@ -665,23 +668,25 @@ def _extend(runner: Any, room: Room, ids: Any) -> Any:
 
     count = len(ids)
 
-    def one(value: int) -> Any:
+    def tensor_of(value: int) -> Any:
         return torch.tensor([value], dtype=torch.int32, device=runner.device)
 
     extend = dict(
-        extend_num_tokens=count, extend_seq_lens=one(count), extend_prefix_lens=one(0), extend_start_loc=one(0), extend_prefix_lens_cpu=[0],
-        extend_seq_lens_cpu=[count], extend_logprob_start_lens_cpu=[0],
+        extend_num_tokens=count, extend_seq_lens=tensor_of(count), extend_prefix_lens=tensor_of(0), extend_start_loc=tensor_of(0),
+        extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[count], extend_logprob_start_lens_cpu=[0],
     )  # fmt: skip
     return _batch(runner, room, ids, ForwardMode.EXTEND, 0, **extend)
 
 
 def _decode(runner: Any, room: Room, ids: Any) -> Any:
+    """The batch with the tokens to decode."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     return _batch(runner, room, ids, ForwardMode.DECODE, room.tokens)
 
 
 def _batch(runner: Any, room: Room, ids: Any, mode: Any, before: int, **extend: Any) -> Any:
+    """A batch with the tokens `ids` of the room's request, after `before` others."""
     import torch
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
@@ -698,15 +703,16 @@ def _batch(runner: Any, room: Room, ids: Any, mode: Any, before: int, **extend: 
     return runner.prepare_dummy_forward_batch(made)
 
 
-def _kept(thing: Any) -> Any:
-    """A batch as it is now: layers leave the residual stream in it, and what they cache."""
+def _kept(value: Any) -> Any:
+    """A copy of a batch, because layers write the residual stream and what they cache into the batch that they get. Anything else is
+    returned as it is."""
     import torch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-    if not isinstance(thing, ForwardBatch):
-        return thing
-    made = copy.copy(thing)
-    stream = getattr(thing, "residual_stream", None)
+    if not isinstance(value, ForwardBatch):
+        return value
+    made = copy.copy(value)
+    stream = getattr(value, "residual_stream", None)
     if stream is not None:
         made.residual_stream = copy.copy(stream)
         if isinstance(stream.residual, torch.Tensor):
@@ -740,11 +746,12 @@ def answer(manager: Any, request: Any) -> Any:
     failures = [failed for failed, _ in outcomes if failed]
     if not failures:
         manager.record_weight_version_after_update(request.weight_version)
-    message = failures[0] if failures else json.dumps([told for _, told in outcomes])
+    message = failures[0] if failures else json.dumps([answered for _, answered in outcomes])
     return UpdateWeightsFromTensorReqOutput(success=not failures, message=message)
 
 
 def _carry_out(runner: Any, request: dict[str, Any]) -> Any:
+    """Carries out a request on this rank; returns its answer."""
     do = request.pop("do")
     backend = getattr(runner.model, _BACKEND, None)
     if do == "detach":
@@ -782,13 +789,14 @@ class Backend:
         from sglang.srt.runtime_context import get_parallel
 
         parallel = get_parallel()
-        if request.pop("weights_went"):
+        if request.pop("weights_discarded"):
             self.rank.clean = False
         dirty, drivers = request.pop("dirty"), request.pop("drivers")
         settings = Settings.of(request).checked()
         self.rank.attach(settings, settings.instance, parallel.tp_rank, parallel.tp_size + drivers, dirty=dirty)
 
     def digests(self) -> dict[str, Any]:
+        """By name, dtype, shape and digest of each parameter and buffer."""
         held = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {"digests": {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held}}
 
@@ -818,7 +826,7 @@ class Backend:
         return []
 
     def _try_out(self, made: Delivery) -> None:
-        """Processes two sets of random weights. A parameter that both leave the same is passed over, and refused by name."""
+        """Processes two sets of random weights. A parameter that is the same after both is refused by name: processing does not reach it."""
         import torch
 
         seen = []

@@ -6,11 +6,11 @@ In every process of training, before workers are built, for instance in a Ray wo
     refitd.integrations.skyrl.install("policy")                  # or install("policy", sharded=True)
 
 and in SkyRL's configuration `generator.inference_engine.weight_sync_backend=refitd`. The engines are vLLM's with refitd's backend
-(refitd.integrations.vllm). SkyRL's initialisation tells each engine its group; at each sync rank 0 tells the workers of each engine, by the calls
-that SkyRL's own sender makes, to take the version. SkyRL pauses the engines before a sync and resumes them afterwards; after a sync
+(refitd.integrations.vllm). SkyRL's initialisation gives each engine its group; at each sync rank 0 makes the workers of each engine take the version,
+by the calls that SkyRL's own sender makes. SkyRL pauses the engines before a sync and resumes them afterwards; after a sync
 that failed, install() keeps it from resuming them, until a later sync succeeds: their weights may be of two versions.
 
-Without `sharded`, SkyRL gathers full tensors as ever, and rank 0 pushes them. With it nothing is gathered: each rank registers the
+Without `sharded`, SkyRL gathers full tensors as ever, and rank 0 pushes them. With `sharded` nothing is gathered: each rank registers the
 DTensors of the model that SkyRL's extractor has, and SkyRL's chunks are never made. LoRA adapters go SkyRL's own way.
 """
 
@@ -42,8 +42,8 @@ BACKEND = "refitd"
 
 logger = logging.getLogger("refitd.integrations.skyrl")
 
-# How long a sync waits, after engines failed to take the version, for the daemon's own account of the failure; then rank 0 gives the
-# update up.
+# How long a sync waits, after engines failed to take the version, until the daemon ends the update with its own reason; then rank 0 gives
+# the update up.
 ACCOUNT_SECONDS = 5.0
 # How long a failed sync waits for the engines' answers, before its error is raised.
 ANSWER_SECONDS = 30.0
@@ -94,21 +94,21 @@ def install(
 
 
 def _wrap(name: str, ours: Any) -> None:
-    """SkyRL has no registry: the function that chooses by name is replaced where SkyRL looks it up."""
+    """Replaces SkyRL's function that chooses by the backend's name, because SkyRL has no registry."""
     theirs = getattr(weight_sync, name)
 
     def choose(weight_sync_backend: str, colocate_all: bool) -> Any:
         return ours if weight_sync_backend == BACKEND else theirs(weight_sync_backend, colocate_all)
 
     setattr(weight_sync, name, choose)
-    # Modules that are imported later find ours; this one may have theirs by now.
+    # Modules that are imported later find the replacement; this module may have imported the original by now.
     utils = sys.modules.get("skyrl.backends.skyrl_train.inference_servers.utils")
     if utils is not None and getattr(utils, name, None) is theirs:
         setattr(utils, name, choose)
 
 
 def _keep_paused() -> None:
-    """SkyRL resumes generation after a sync however the sync ended. Its client is kept from it where a sync by refitd failed."""
+    """Keeps SkyRL's client from resuming generation after a sync by refitd that failed: SkyRL resumes however a sync ended."""
     from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
     from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 
@@ -139,18 +139,18 @@ def _keep_paused() -> None:
 
 @dataclass
 class InitInfo(WeightSyncInitInfo):
-    """The information with which engines and senders begin. `instances`: how many engines there are. `instance`: of one engine; "" before for_servers."""
+    """What engines and senders begin with. `instances`: how many engines there are. `instance`: the name of an engine; "" before for_servers."""
 
     group: str
     instances: int
     instance: str = ""
 
     def for_servers(self, world_size_per_server: int, num_servers: int, dp_size: int = 1) -> list[InitInfo]:
-        """One for each server, each an instance of its own, in SkyRL's order of servers."""
+        """The InitInfo of each server, which is an instance of its own, in SkyRL's order of servers."""
         return [replace(self, instance=f"skyrl-{i}") for i in range(num_servers)]
 
     def to_api_payload(self) -> dict[str, Any]:
-        """The init info of refitd.integrations.vllm: fields that are not there, such as the daemon's socket, come from the engine's environment."""
+        """The init info of refitd.integrations.vllm: missing fields, such as the daemon's socket, come from the engine's environment."""
         return {"group": self.group, "instance": self.instance}
 
 
@@ -176,18 +176,19 @@ class Strategy(WeightTransferStrategy):
 
 
 def _installed() -> Settings:
+    """The settings of install(); raises FailedPrecondition where it was not called."""
     if _settings is None:
         raise FailedPrecondition("refitd.integrations.skyrl.install(group) was not called in this process")
     return _settings
 
 
 class Sender(WeightTransferSender):
-    """A trainer rank of refitd. `result`: of the last sync; None before."""
+    """A trainer rank of refitd. `result`: what the last sync returned; None before."""
 
     def __init__(self, init_info: InitInfo, settings: Settings, client: Any = None) -> None:
-        """`client`: SkyRL's, by which rank 0 tells the engines of each sync; None: the engines take versions without a call.
+        """`client`: SkyRL's client, by which rank 0 calls the engines at each sync; None: the engines take versions without a call.
 
-        Raises InvalidArgument on every rank, before any attaches, where one has another group, version or path than rank 0.
+        Raises InvalidArgument on every rank, before any attaches, where a rank has another group, version or path than rank 0.
         """
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._ranks = Ranks(settings.update_seconds)
@@ -208,10 +209,10 @@ class Sender(WeightTransferSender):
         """Installs the model's weights as the next version in every engine. Every rank calls it, with the same metadata.
 
         A failure is raised on every rank. Raises InvalidArgument, naming the tensor, where ranks differ in metadata (before anything is
-        sent) or a chunk differs from it; DeadlineExceeded, naming the rank, where one does not come within `update_seconds`; UpdateAborted
+        sent) or a chunk differs from it; DeadlineExceeded, naming the rank, where a rank does not come within `update_seconds`; UpdateAborted
         where the call of an engine for the sync fails; FailedPrecondition where an engine could not use a version that was committed; and
-        what refits raise. Where `chunks` itself fails on a rank, the update is given up; others that wait for that rank in SkyRL's own
-        collectives fail when these do.
+        what refits raise. Where `chunks` itself fails on a rank, the update is given up; ranks that wait for it in SkyRL's own
+        collectives fail when these collectives do.
         """
         if weight_metadata is None:
             raise InvalidArgument("weight_metadata is missing: the extractor's get_weight_metadata() returns it", culprit="weight_metadata")
@@ -220,7 +221,7 @@ class Sender(WeightTransferSender):
         version, self._version = self._version, self._version + 1
         sending = asyncio.create_task(on_thread(self._send, version, chunks, expected))
         failure = await self._follow(version, sending)
-        # Rank 0 alone gets the engines' answers: without this, the other ranks would take a sync for done that was not.
+        # Rank 0 alone gets the engines' answers: without this, a sync that failed would be done for the other ranks.
         try:
             failures = await asyncio.to_thread(self._ranks.gather, None if failure is None else str(failure))
         except RuntimeError:
@@ -228,22 +229,22 @@ class Sender(WeightTransferSender):
                 raise
         if failure is not None:
             raise failure
-        said = next((text for text in failures if text is not None), None)
-        if said is not None:
-            raise FailedPrecondition(said)
+        reason = next((text for text in failures if text is not None), None)
+        if reason is not None:
+            raise FailedPrecondition(reason)
 
     def teardown(self) -> None:
         self._trainer.close()
 
     async def _follow(self, version: int, sending: asyncio.Task[None]) -> BaseException | None:
-        """Tells the engines of the update, if this rank does, until it has ended for engines and this rank; returns what failed."""
+        """Waits until the update has ended for this rank and, on rank 0, for the engines, which that rank calls; returns what failed."""
         if self._client is None:
             return (await asyncio.gather(sending, return_exceptions=True))[0]
-        telling = asyncio.create_task(self._tell(version))
-        await asyncio.wait((sending, telling), return_when=asyncio.FIRST_COMPLETED)
-        if not sending.done() and telling.exception() is not None:
+        taking = asyncio.create_task(self._let_engines_take(version))
+        await asyncio.wait((sending, taking), return_when=asyncio.FIRST_COMPLETED)
+        if not sending.done() and taking.exception() is not None:
             await asyncio.wait((sending,), timeout=ACCOUNT_SECONDS)
-            reason = f"an engine did not take version {version}: {telling.exception()}"
+            reason = f"an engine did not take version {version}: {taking.exception()}"
             while not sending.done():
                 try:
                     await asyncio.to_thread(self._trainer.abort, version, reason)
@@ -252,25 +253,25 @@ class Sender(WeightTransferSender):
                 await asyncio.wait((sending,), timeout=0.2)
         failure = (await asyncio.gather(sending, return_exceptions=True))[0]
         if failure is None:
-            failed = (await asyncio.gather(telling, return_exceptions=True))[0]
+            failed = (await asyncio.gather(taking, return_exceptions=True))[0]
             return None if failed is None else FailedPrecondition(f"version {version} was committed, and an engine can't use it: {failed}")
         # An engine that still waits for the update to begin is freed by the next update, or when `update_seconds` have passed.
-        done, _ = await asyncio.wait((telling,), timeout=ANSWER_SECONDS)
+        done, _ = await asyncio.wait((taking,), timeout=ANSWER_SECONDS)
         if not done:
             logger.warning("refitd: engines have not answered %.0f s after version %d failed", ANSWER_SECONDS, version)
-            telling.add_done_callback(lambda task: task.cancelled() or task.exception())
-        elif telling.exception() is not None:
-            logger.info("refitd: version %d failed, and an engine answered: %s", version, telling.exception())
+            taking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        elif taking.exception() is not None:
+            logger.info("refitd: version %d failed, and an engine answered: %s", version, taking.exception())
         return failure
 
-    async def _tell(self, version: int) -> None:
-        """Lets the workers of all engines take the version, by the calls of SkyRL's own sender; returns when they have."""
+    async def _let_engines_take(self, version: int) -> None:
+        """Lets the workers of all engines take the version, by the calls of SkyRL's own sender; returns when they have taken it."""
         client = self._client
-        # The format is that of kernels: then SkyRL's worker prepares nothing, as refitd's backend does all that is due.
+        # With the kernels' format SkyRL's worker prepares nothing: refitd's backend does all that is due.
         try:
             await client.start_weight_update(is_checkpoint_format=False)
         except Exception:
-            # A sync whose trainer went away may have been left open.
+            # A sync whose trainer was lost may still be open.
             await client.finish_weight_update()
             await client.start_weight_update(is_checkpoint_format=False)
         try:
@@ -298,7 +299,7 @@ class Sender(WeightTransferSender):
             if self._rank == 0:
                 _push(update, chunks, expected)
             else:
-                for _ in chunks:  # they are gathered by all ranks
+                for _ in chunks:  # all ranks gather them
                     pass
         self.result = update.result
 
@@ -308,11 +309,11 @@ class Sender(WeightTransferSender):
         for rank, theirs in enumerate(all_settings):
             for name, first, other in zip(names, all_settings[0], theirs):
                 if first != other:
-                    said = f"rank {rank} has {name} {other!r}, and rank 0 has {first!r}: call install() alike on all ranks"
-                    raise InvalidArgument(said, culprit=f"trainer rank {rank}")
+                    why = f"rank {rank} has {name} {other!r}, and rank 0 has {first!r}: call install() alike on all ranks"
+                    raise InvalidArgument(why, culprit=f"trainer rank {rank}")
 
     def _compare_ranks(self, expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-        """Raises on every rank where one has other tensors, or another order, than rank 0."""
+        """Raises InvalidArgument on every rank where a rank has other tensors, or another order, than rank 0."""
         self._ranks.meet()
         all_expected = self._ranks.gather(list(expected.items()))
         first = all_expected[0]
@@ -322,6 +323,7 @@ class Sender(WeightTransferSender):
                 raise InvalidArgument(f"rank {rank} has other metadata than rank 0, first at tensor '{name}'", tensor=name)
 
     def _register(self, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Registers the model of the extractor that would make the chunks, and closes their generator before it gathers anything."""
         extractor = inspect.getgeneratorlocals(chunks).get("self") if inspect.isgenerator(chunks) else None
         model = getattr(extractor, "model", None)
         if extractor is None or not isinstance(model, torch.nn.Module):
@@ -335,7 +337,7 @@ class Sender(WeightTransferSender):
         differs = next((name for name in {**tensors, **expected} if name not in tensors or name not in expected), None)
         if differs is not None:
             raise InvalidArgument(f"tensor '{differs}' is not both in the model and in the metadata", tensor=differs)
-        dtypes = {name: dtype for name, (dtype, _) in expected.items()}  # SkyRL says each tensor's, whatever the model has
+        dtypes = {name: dtype for name, (dtype, _) in expected.items()}  # SkyRL's metadata has each tensor's, whatever the model has
         self._trainer.register(tensors, dtype=None, exceptions=dtypes, any_cast=list(dtypes))
         self._registered = model
 
@@ -346,7 +348,7 @@ def _prefixed(model: torch.nn.Module, prefix: str) -> MadeMapping:
 
 
 def _expected(metadata: dict[str, list[Any]]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) by name, in order."""
+    """(dtype, shape) by name, in the order of the metadata."""
     names, dtypes, shapes = (metadata[key] for key in ("names", "dtype_names", "shapes"))
     if not len(names) == len(dtypes) == len(shapes):
         raise InvalidArgument(f"metadata has {len(names)} names, {len(dtypes)} dtypes, {len(shapes)} shapes", culprit="weight_metadata")
@@ -359,7 +361,7 @@ def _expected(metadata: dict[str, list[Any]]) -> dict[str, tuple[str, tuple[int,
 
 
 def _push(update: Any, chunks: Iterable[Any], expected: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Pushes all chunks: each on another thread, while this one gathers the next, so that two chunks at most are in memory."""
+    """Pushes all chunks, each on another thread while this thread gathers the next, so that two chunks at most are in memory."""
     iterator = iter(chunks)
     missing = dict(expected)
     pushing: Future[None] | None = None
@@ -386,11 +388,11 @@ def _check_chunk(chunk: Any, missing: dict[str, tuple[str, tuple[int, ...]]], ex
     for name, tensor in zip(chunk.names, chunk.tensors):
         found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if missing.pop(name, None) != found:
-            said = expected.get(name)
-            if said is None:
+            wanted = expected.get(name)
+            if wanted is None:
                 why = "which the metadata lacks"
             else:
-                why = "a second time" if said == found else f"the metadata says {said[0]} {said[1]}"
+                why = "a second time" if wanted == found else f"the metadata says {wanted[0]} {wanted[1]}"
             raise InvalidArgument(f"a chunk has tensor '{name}', {found[0]} {found[1]}: {why}", tensor=name)
 
 

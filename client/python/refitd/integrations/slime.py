@@ -4,7 +4,7 @@
     miles ... --custom-megatron-init-path refitd.integrations.slime.miles_init
 
 with REFITD_GROUP (and REFITD_SOCKET) in the environment of training and of SGLang, whose servers follow the group by refitd's plugin
-(refitd.integrations.sglang). The updater that the framework uses over NCCL is replaced where the framework looks it up, which calls nothing of
+(refitd.integrations.sglang). `install` replaces the framework's updater over NCCL where the framework looks it up; this updater calls nothing of
 SGLang for an update. To set more than the group, name a function of yours that calls `install` (`miles_install`).
 
 Written from the sources of August 2026 (slime: commit 624b824; miles: commit 31f1ca9). Not for colocated engines, offloaded training, or quantized
@@ -28,7 +28,7 @@ from . import Ranks
 from .megatron import Mapped, Place, finish_gather, replicas, shards, table_of
 
 _PREFIX = "module.module."  # begins the names of parameters that slime gives
-# Options that are refused.
+# The framework's options that `check` refuses.
 _REFUSED = ("colocate", "offload_train")
 
 
@@ -47,7 +47,7 @@ class Settings:
 class Updater:
     """One trainer rank: slime's actor calls it in place of its UpdateWeightFromDistributed. Not thread-safe.
 
-    `framework`: the package whose modules are used. `settings`: those of install(), of the whole process.
+    `framework`: the package whose modules are used. `settings`: the arguments of install(), for the whole process.
     """
 
     framework = "slime"
@@ -163,10 +163,10 @@ class Updater:
             self._trainer = None
 
     def update_weights(self) -> None:
-        """Installs the parameters in every engine, as the version after the group's and the greatest `weight_version` of all ranks; every rank
-        calls it.
+        """Installs the parameters in every engine. Every rank calls this. The version is the first that is greater than the group's and than
+        `weight_version` of every rank.
 
-        Raises DeadlineExceeded, naming the rank, where one does not come within `update_seconds`: nothing was sent then. Raises what
+        Raises DeadlineExceeded, naming the rank, where a rank does not come within `update_seconds`: nothing was sent then. Raises what
         Trainer.refit raises, on every rank, and UpdateAborted where no engine was left. The next call takes the next version.
         """
         if self._trainer is None or self._ranks is None:

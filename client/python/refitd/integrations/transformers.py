@@ -1,4 +1,4 @@
-"""A callback for the Trainer of transformers, and for what derives from it, such as TRL's trainers: a refit after each step.
+"""A callback for the Trainer of transformers, and for classes derived from it, such as TRL's trainers: a refit after each step.
 
     from refitd.integrations.transformers import RefitCallback
 
@@ -56,9 +56,9 @@ class RefitCallback(transformers.TrainerCallback):
     ) -> None:
         """`group`: of refitd. `every`: optimizer steps from a refit to the next.
 
-        `at_begin`: refit the weights with which training begins, so that engines may have started with none. `dtype`, `exceptions`:
-        as in Trainer.register. `shards`: what to register of the model, in place of checkpoint_tensors(model). `tolerate`: so many
-        updates in a row may end as UpdateAborted with the engines' old weights whole; each is a warning, and the next step's refit
+        `at_begin`: refit the weights with which training begins, so that engines may have started without weights. `dtype`, `exceptions`:
+        as in Trainer.register. `shards`: what to register of the model, in place of checkpoint_tensors(model). `tolerate`: how many
+        updates in a row may end as UpdateAborted with the engines' old weights whole: each is a warning, and the next step's refit
         brings the newer weights. `spec`, `on_older`, `device`, `socket`, `connect`: as in refitd.Trainer; rank and world size are those
         of the training.
 
@@ -94,7 +94,7 @@ class RefitCallback(transformers.TrainerCallback):
             self._refit(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Refits what the last refit did not bring, and detaches."""
+        """Refits steps after the last refit, and detaches."""
         try:
             if self._refitted != state.global_step:
                 self._refit(state.global_step)
@@ -125,12 +125,12 @@ class RefitCallback(transformers.TrainerCallback):
 def checkpoint_tensors(model: Any) -> Any:
     """Returns what Trainer.register takes of a model: its tensors under the names that save_pretrained() writes, in place.
 
-    CPU parameters move into memory that the daemon can map (refitd.adopt). The experts that transformers keeps fused in one
-    parameter a layer are views of it. Of a PEFT model they are the tensors of the model without PEFT, with the active adapters of
-    LoRA merged on the way (refitd.integrations.lora).
+    CPU parameters move into memory that the daemon can map (refitd.adopt). The experts that transformers fuses into one parameter per
+    layer are views of that parameter. A PEFT model gives the tensors of the model without PEFT, with the active adapters of LoRA
+    merged on the way (refitd.integrations.lora).
 
     Raises Unimplemented for DeepSpeed's partitioned parameters, models whose checkpoint has tensors that are no slices of parameters,
-    and PEFT models that refitd.integrations.lora.merged refuses: give the callback `shards` for those.
+    and PEFT models that refitd.integrations.lora.merged refuses: for those, pass `shards` to RefitCallback.
     """
     partitioned = next((name for name, parameter in model.named_parameters() if hasattr(parameter, "ds_id")), None)
     if partitioned is not None:
@@ -165,6 +165,7 @@ def _base(tensor: Any) -> Any:
 
 
 def _saved(model: Any, held: dict[str, Any]) -> dict[str, Any]:
+    """The tensors that save_pretrained() would write, by name."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before version 5, models kept what they saved
@@ -183,7 +184,7 @@ def _in_place(name: str, tensor: Any, held: Mapping[str, Any]) -> Any:
     """The part of a parameter that `tensor` is, or of which it is a copy."""
     if any(tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() for parameter in held.values()):
         return tensor
-    # The conversion copies gate and up out of each expert's part of a fused parameter. A comparison finds the half that was copied.
+    # The conversion copies gate and up out of each expert's part of a fused parameter: a comparison finds which half it copied.
     expert = _EXPERT.match(name)
     found = []
     if expert is not None:

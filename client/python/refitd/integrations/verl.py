@@ -34,14 +34,14 @@ from ..trainer import Trainer
 from . import Settings, known_version, next_version, on_thread, receive
 
 BACKEND = "refitd"
-# The wire format that tells refitd's adapter of vLLM that nothing comes through the worker.
+# The wire format by which nothing comes through the worker; refitd's adapter of vLLM knows it.
 IN_PLACE = "refitd_in_place"
 _WHERE = "engine_kwargs.refitd"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's part in one sync. `instances`: the engine instances that must take part; `version`: the group's before, if known."""
+    """A worker's part in one sync. `instances`: how many engine instances must take part; `version`: the group's before the sync, if known."""
 
     role: str
     rank: int
@@ -52,7 +52,7 @@ class Place:
 
 @CheckpointEngineRegistry.register(BACKEND)
 class RefitdCheckpointEngine(CheckpointEngine):
-    """A trainer rank or a rollout worker of one group; `init_process_group` tells which of the two it is.
+    """A trainer rank or a rollout worker of one group; `init_process_group` decides which of the two.
 
     Not thread-safe: verl calls it from one worker. A trainer rank stays attached; a rollout worker is attached during a sync only, so
     that replicas come and go between syncs.
@@ -83,7 +83,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
     # ---- what verl's manager calls, in this order, in each sync ----
 
     def prepare(self) -> dict[str, Any]:
-        """Returns what `build_topology` gets of this worker. Ends what a failed sync left behind."""
+        """Returns this worker's entry of `build_topology`'s metadata. Detaches a worker that a failed sync left attached."""
         self._leave()
         self._place = None
         adapter = _adapter() if self.in_place else None
@@ -100,7 +100,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Places, by argument of `init_process_group`, of the actor's workers and of the rollout's.
 
-        Raises InvalidArgument, naming the worker, where one is missing or was configured otherwise than the first.
+        Raises InvalidArgument, naming the worker, where a worker is missing or was configured otherwise than the first.
         """
         count = actor_wg_world_size + rollout_world_size
         if len(metadata) != count:
@@ -149,7 +149,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> dict[str, float]:
         """Installs the tensors as the next version in every engine. Every trainer rank calls it, with the same tensors in one order.
 
-        The version is `global_steps` where that is greater than the group's version, else the number after the group's. Returns
+        The version is `global_steps` where that is greater than the group's version, else the number after the latter. Returns
         metrics for verl. The tensors' bytes are read before the next tensor is taken from `weights`. A failure is raised on every rank, as in
         refitd.integrations.Sender.send, before verl resumes generation.
         """
@@ -212,6 +212,7 @@ class RefitdCheckpointEngine(CheckpointEngine):
         adapter.attach(self._settings)
 
     def _leave(self) -> None:
+        """Detaches an engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -230,7 +231,7 @@ def _use_adapter_of_vllm() -> None:
     from verl.workers.rollout.vllm_rollout import vllm_rollout
 
     class ServerAdapter(vllm_rollout.ServerAdapter):
-        """This is verl's adapter for verl's own wire formats. Among the ranks of a replica only the one with the server does something."""
+        """For verl's own wire formats this is verl's adapter. Of the ranks of a replica, only the rank with the server does something."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)

@@ -23,8 +23,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def matcher(patterns: Iterable[str], what: str) -> Callable[[str], bool]:
-    """A function that tells whether a name matches any of the patterns. Raises InvalidArgument, which names the option `what`, for a single
-    text, whose characters would be taken for patterns."""
+    """A function that returns whether a name matches any of the patterns. Raises InvalidArgument, which names the option `what`, for a
+    single str, whose characters would be taken for patterns."""
     if isinstance(patterns, str):
         raise InvalidArgument(f"{what}: {patterns!r} is no list of patterns", culprit=what)
     made = [compiled(pattern) for pattern in patterns]
@@ -42,8 +42,8 @@ class NotBoxes(ValueError):
 class ViewBox(NamedTuple):
     """A box of the global tensor and the part of the view's memory that corresponds to it.
 
-    `first`: how many elements behind the view's first element the box's first element lies; `strides`: an entry a dimension of
-    the global tensor.
+    `first`: where the box's first element lies in that memory, in elements from the view's first. `strides`: in that memory, an entry for
+    each dimension of the global tensor.
     """
 
     offset: tuple[int, ...]
@@ -65,10 +65,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 def range_boxes(shape: Sequence[int], start: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The elements [start, start + count) of a row-major tensor as (offset, extent) of at most 2 * len(shape) - 1 boxes.
 
-    The boxes are in ascending order and dense in the range, so that each begins where the one before ends.
+    The boxes are in ascending order, and each begins where the box before it ends.
     """
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
+    # The range within dimensions `dim` and inner, at index `prefix` of the outer ones: a part of a row, whole rows, a part of a row.
     def cut(dim: int, start: int, count: int, prefix: tuple[int, ...]) -> None:
         if count == 0:
             return
@@ -109,7 +110,7 @@ def view_boxes(shape: Sequence[int], offset: int, sizes: Sequence[int], strides:
 
 
 class _View:
-    """The state of view_boxes: how much of each dimension of the tensor is taken by the view's dimensions that were looked at so far."""
+    """The state of view_boxes: how much of each dimension of the tensor the view's dimensions so far have taken."""
 
     def __init__(self, shape: Sequence[int], offset: int) -> None:
         self._shape = tuple(shape)
@@ -124,7 +125,7 @@ class _View:
         self._extent = [1] * len(self._shape)
         self._stride = [1] * len(self._shape)
         self._span = [1] * len(self._shape)
-        # Dimensions that are walked box by box: (dimension, boxes, step in it, step in the other memory).
+        # Walks along dimensions, box by box: (dimension, boxes, step in the dimension, step in the other memory).
         self._walks: list[tuple[int, int, int, int]] = []
 
     def boxes(self, dims: list[tuple[int, int, int]]) -> list[ViewBox]:
@@ -147,6 +148,7 @@ class _View:
         return list(self._walk())
 
     def _dimension_of(self, stride: int) -> int:
+        """The outermost dimension of the tensor in which a step of `stride` elements goes at least one index on."""
         for dim, row in enumerate(self._rows):
             if row <= stride and self._shape[dim] > 1:
                 return dim
@@ -174,6 +176,7 @@ class _View:
         return left, self._rows[dim] * self._shape[dim], other * here
 
     def _lengthen(self, dim: int, extent: int) -> tuple[int, int, int]:
+        """Gives the box `extent` in `dim`; returns what is left, as _take does."""
         n = self._shape[dim]
         left = 1
         if self._start[dim] + extent > n:
@@ -184,7 +187,7 @@ class _View:
         return left, self._rows[dim] * n, self._stride[dim] * n
 
     def _walk(self) -> Iterator[ViewBox]:
-        """Yields the boxes: the first one, moved by every combination of steps along the dimensions that are cut."""
+        """Yields the boxes: the first box, moved by every combination of steps along the walks."""
         extent, strides = tuple(self._extent), tuple(self._stride)
         for indices in product(*(range(walk[1]) for walk in self._walks)):
             offset = list(self._start)
@@ -247,7 +250,7 @@ class PushedTensors(Protocol):
     indices: Sequence[int]
 
     def push(self, update: Update) -> None:
-        """Pushes all elements of these tensors that this rank supplies, with `update.push(name, tensor, shape=, start=)`."""
+        """Pushes the elements of these tensors that this rank supplies, by `update.push(name, tensor, shape=, start=)`."""
 
 
 class Source(Protocol):
@@ -257,15 +260,15 @@ class Source(Protocol):
 
     def renewed(self) -> Layout | None:
         """The layout of what the names are bound to now; None where nothing has changed. Raises FailedPrecondition, naming the tensor, where
-        a name is bound to nothing any more, or to a tensor of another dtype or shape."""
+        a name is no longer bound, or is bound to a tensor of another dtype or shape."""
 
 
 @dataclass
 class Layout:
-    """Everything that one rank registers: what `refitd.layout.shards.collect` returns, and what a capture has by the same attributes.
+    """Everything that one rank registers: `refitd.layout.shards.collect` returns it, and a capture has the same attributes.
 
-    A tensor may have no box of this rank, such as the second of two tied ones. `tied`: names without boxes whose memory is that of
-    another name, and that name. `before_refit`: called on every rank before each refit; it may communicate. `source`: what the layout was
+    A tensor may have no box of this rank, such as the second of two tied tensors. `tied`: by a name without boxes, the name with the same
+    memory. `before_refit`: every rank calls it before each refit; it may communicate. `source`: what the layout was
     made of, where names may be bound to other tensors later; None: nothing is looked up again.
     """
 
@@ -291,9 +294,9 @@ class Part(NamedTuple):
 class Placed(NamedTuple):
     """The part of a tensor that one rank of a mesh holds.
 
-    `parts`: the boxes of the local tensor, one unless a strided placement leaves gaps. `local_shape`: the local tensor's shape.
+    `parts`: the boxes of the local tensor: a single one unless a strided placement leaves gaps. `local_shape`: the local tensor's shape.
     `replica`: this rank's number among those that hold the same, and how many there are. `largest`: the most elements that a rank
-    of the mesh may hold. `rows`: True if every rank holds whole rows of dimension 0, one range of them.
+    of the mesh may hold. `rows`: True if every rank holds a single range of whole rows of dimension 0.
     """
 
     parts: tuple[Part, ...]
@@ -316,7 +319,7 @@ def local_tensor(tensor: Any) -> Any:
 def place(name: str, tensor: Any, rank: int) -> Placed:
     """Finds what this rank holds of a DTensor. `name` and `rank` are for errors.
 
-    Raises InvalidArgument for a Partial placement and for a local tensor that has another shape than its placements say.
+    Raises InvalidArgument for a Partial placement and for a local tensor whose shape differs from its placements.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -350,6 +353,7 @@ def place(name: str, tensor: Any, rank: int) -> Placed:
 
 @lru_cache(maxsize=65536)
 def _place(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]) -> Placed:
+    """place() by values, which many tensors have in common."""
     dims: list[list[Range]] = []
     largest = 1
     for dim, n in enumerate(shape):
@@ -378,9 +382,9 @@ def _place(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int,
 def _indices(n: int, splits: Sequence[tuple[int, int]], coordinate: Sequence[int]) -> list[Range]:
     """The indices of a dimension of `n` that a rank holds, in the order of its local tensor, as ranges.
 
-    Each mesh dimension in turn cuts what the ones before left. Shard cuts as torch.chunk does: pieces of ceil(n / shards), the
-    last ones shorter or empty. `_StridedShard` with factor f first cuts into f blocks and then each block into pieces; the rank takes
-    its piece of every block.
+    Each mesh dimension in turn cuts the ranges that earlier ones left. Shard cuts as torch.chunk does: chunks of ceil(n / shards), the
+    last ones shorter or empty. `_StridedShard` with factor f first cuts into f blocks and then each block into chunks; the rank takes
+    its chunk of every block.
     """
     ranges = [(0, n)]
     for (shards, factor), index in zip(splits, coordinate):
@@ -404,7 +408,7 @@ def _chunk(n: int, chunks: int, index: int) -> Range:
 
 
 def _slice(ranges: Sequence[Range], begin: int, size: int) -> list[Range]:
-    """The elements [begin, begin + size) of the sequence that the ranges make one after the other."""
+    """The elements [begin, begin + size) of the concatenated ranges."""
     found = []
     for first, n in ranges:
         low, high = max(begin, 0), min(begin + size, n)

@@ -33,8 +33,8 @@ MAX_RUNS = 64
 class Copy(NamedTuple):
     """A box of a global tensor and where a loader puts it.
 
-    `tensor_index`: into `Captured.tensors`. `first`: the element of the parameter's memory, counted from the parameter's first
-    element, where the box's first element goes; `strides`: of the box there.
+    `tensor_index`: into `Captured.tensors`. `first`: where the box's first element goes in the parameter's memory, in elements from the
+    parameter's first; `strides`: the box's in that memory.
     """
 
     tensor_index: int
@@ -63,14 +63,14 @@ class Processed:
 class Captured:
     """The result of a dry run.
 
-    `direct`: copies into parameters that can be written in place. `processed`: parameters that can't, by name; `place` says where to put
-    them. `unsupported`: tensors of the manifest that are neither, with the reason; no copy of them is in the others. `ignored`: tensors
-    that the loader took and copied nowhere: the engine does not want them. `tied`: tensors that share the parameter of another tensor,
-    whose copies stand for both. `cast`: tensors of `unsupported` whose only obstacle is that their parameters have another dtype, with
-    the names of these parameters: the loader itself can put the tensors there. `unfilled`: parameters of which the loader filled only a part, and
-    how many elements it left: padding, or what is missing from the manifest. `untouched`: parameters that the loader did nothing with:
-    buffers that no checkpoint has, or what is missing from the manifest. `module`: whose tensors the parameters are by the same names,
-    where `capture` knows it.
+    `direct`: copies into parameters that can be written in place. `processed`: by name, parameters that can't; `place` gives them memory.
+    `unsupported`: by name, why a tensor of the manifest can't be delivered; neither `direct` nor `processed` has copies of it. `ignored`:
+    tensors that the loader took and copied nowhere: the engine does not want them. `tied`: tensors that share the parameter of another
+    tensor, whose copies stand for both. `cast`: tensors of `unsupported` whose only obstacle is that their parameters have another dtype,
+    with the names of these parameters: the loader itself can fill them. `unfilled`: parameters of which the loader filled only a part,
+    and how many elements it left: padding, or elements of tensors that the manifest lacks. `untouched`: parameters that the loader did
+    nothing with: buffers that no checkpoint has, or whose tensors the manifest lacks. `module`: the module that `load_weights` is a method
+    of, if its own tensors are the parameters.
     """
 
     tensors: list[TensorSpec]
@@ -109,7 +109,7 @@ class Captured:
         return self
 
     def without_unsupported(self) -> Captured:
-        """Allows to register what was understood. Unsupported tensors must then reach the engine in another way. Returns this object."""
+        """Lets `boxes` leave unsupported tensors out: they must reach the engine in another way. Returns this object."""
         self._accepted = True
         return self
 
@@ -134,12 +134,12 @@ class Captured:
             raise FailedPrecondition(
                 f"{len(self.unsupported)} tensors can't be delivered in place: '{first}' {self.unsupported[first]}", tensor=first
             )
-        homeless = next((name for name in self.processed if name not in self._arenas), None)
-        if homeless is not None:
+        unplaced = next((name for name in self.processed if name not in self._arenas), None)
+        if unplaced is not None:
             raise FailedPrecondition(
-                f"{len(self.processed)} parameters are processed after loading and can't be written in place, such as '{homeless}': "
+                f"{len(self.processed)} parameters are processed after loading and can't be written in place, such as '{unplaced}': "
                 "give each an arena by place()",
-                culprit=f"parameter '{homeless}'",
+                culprit=f"parameter '{unplaced}'",
             )
         boxes = _boxes_in(self.direct, self.tensors, self._parameters)
         for processed in self.processed.values():
@@ -166,14 +166,14 @@ def capture(
         parameters: By name, the tensors that the loader fills; None: parameters and buffers of the module that `load_weights` is a method of.
             *Live*: they are the engine's own, in the loader's format. *Meta*: they are on device meta, and `onto` has the engine's own.
         onto: The engine's own parameters, by the same names: where dtype, shape or strides differ the parameter is processed.
-        processed: Parameters that the engine post-processes though their geometry tells nothing: patterns of names with '*', or a function of
+        processed: Parameters that the engine post-processes with dtype, shape and strides unchanged: patterns of names with '*', or a function of
             the name.
         tied: Tensors of the manifest that share another's parameter, {"lm_head.weight": "model.embed_tokens.weight"}.
 
     Raises:
         InvalidArgument: The manifest or the parameters can't be used.
         Unimplemented: The loader can't be run dry.
-        FailedPrecondition: The loader itself fails; `culprit` is the tensor that it was at.
+        FailedPrecondition: The loader itself fails; `culprit` is the tensor that it took last.
     """
     specs = _specs_of(manifest)
     destinations = _Destinations(_parameters_of(load_weights) if parameters is None else parameters, onto)
@@ -184,7 +184,7 @@ def capture(
             with paused():
                 run.run(load_weights)
                 module = getattr(load_weights, "__self__", None) if parameters is None else None
-                return _conclude(run, destinations, _predicate(processed), tied or {}, module)
+                return _captured_of(run, destinations, _predicate(processed), tied or {}, module)
         except _ReadsValues as read:
             skipped.update(dict.fromkeys(read.names, read.why))
     raise Unimplemented(
@@ -193,6 +193,7 @@ def capture(
 
 
 def _specs_of(manifest: Iterable[Any] | Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """The tensors of the manifest, by name."""
     entries: Iterable[Any] = manifest
     if isinstance(manifest, Mapping):
         entries = ((name, what.dtype, what.shape) if hasattr(what, "shape") else (name, *what) for name, what in manifest.items())
@@ -250,14 +251,14 @@ class _Parameter(NamedTuple):
 
 
 class _Destinations:
-    """The tensors that a loader fills, found by storage and byte. `kernel`: the engine's own, by name."""
+    """The tensors that a loader fills, found by storage and byte. `kernel`: the engine's own tensors, by name."""
 
     def __init__(self, parameters: Mapping[str, Any], onto: Mapping[str, Any] | None) -> None:
         self.kernel = dict(parameters if onto is None else onto)
         self.parameters = dict(parameters)
         self._by_storage: dict[int, list[_Parameter]] = {}
-        self._storages = []  # kept, so that no other storage takes the place of one
-        self._aliases: dict[str, Any] = {}  # the parameters as they were, by which `restore` undoes what a loader did to them
+        self._storages = []  # kept, so that no other storage gets the address of a freed one
+        self._aliases: dict[str, Any] = {}  # the parameters as they were, which `restore` compares with those now
         for name, tensor in parameters.items():
             if onto is None and tensor.device.type == "meta":
                 raise InvalidArgument(f"parameter '{name}' is on device meta, and onto is not given", culprit=f"parameter '{name}'")
@@ -271,23 +272,23 @@ class _Destinations:
         for entries in self._by_storage.values():
             entries.sort(key=lambda entry: entry[:2])
 
-    def is_one(self, tensor: Any) -> bool:
+    def includes(self, tensor: Any) -> bool:
         return tensor.untyped_storage()._cdata in self._by_storage
 
     def find(self, tensor: Any) -> _Parameter | None:
-        """The parameter that `tensor` is a view of; None if it is of none, or reaches beyond it."""
+        """The parameter in which all of `tensor` lies; None: no such parameter."""
         entries = self._by_storage.get(tensor.untyped_storage()._cdata)
         if entries is None:
             return None
         begin, end = _byte_range(tensor)
-        at = bisect_right(entries, begin, key=lambda entry: entry.begin) - 1 if len(entries) > 1 else 0
-        entry = entries[at]
+        index = bisect_right(entries, begin, key=lambda entry: entry.begin) - 1 if len(entries) > 1 else 0
+        entry = entries[index]
         if not entry.begin <= begin <= end <= entry.end:
             return None
         return entry
 
     def restore(self) -> list[str]:
-        """Gives parameters that the loader moved or reshaped their memory back; returns their names."""
+        """Undoes what the loader did to the memory and shapes of parameters; returns the names of those that it changed."""
         replaced = []
         for name, alias in self._aliases.items():
             tensor = self.parameters[name]
@@ -334,11 +335,10 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class _Event(NamedTuple):
-    """A copy of a tensor into elements of a parameter, or another use of them.
+    """A copy of a tensor into elements of a parameter, or another use of such elements.
 
-    `first`, `sizes`, `strides`: of the elements, counted from the parameter's first. For a copy, `name` is the tensor's, and
-    `source` has the offset and strides in it. For another use, `use` says which: what it leaves there is not, or not only, what copies
-    before it put there.
+    `first`, `sizes`, `strides`: of the elements, counted from the parameter's first. For a copy, `name` is the tensor's name, and
+    `source` has the offset and strides in the tensor. For another use, `use` says which; it may change what earlier copies wrote.
     """
 
     name: str | None
@@ -360,11 +360,12 @@ class _Run:
         self.events: list[_Event] = []
         self.unsupported: dict[str, str] = dict(skipped)
         self.casts: dict[str, dict[str, str]] = {}  # by tensor and parameter, why a copy casts
-        self._at = ""
-        self._failure: Exception | None = None  # the first, which the loader may have caught
+        self._at = ""  # the tensor that the loader took last
+        self._failure: Exception | None = None  # the first error, which the loader may have caught
         self._runs = False
 
     def run(self, load_weights: Callable[[Iterable[tuple[str, Any]]], Any]) -> None:
+        """Calls the loader, then undoes what it did to modules and parameters. Raises the first failure, though the loader may catch it."""
         import torch
 
         module = _Module(load_weights)
@@ -396,7 +397,7 @@ class _Run:
         return error
 
     def strayed(self, names: Sequence[str], func: Any) -> Exception:
-        """The error of an operation on a tensor without storage that the run does not see."""
+        """The error to raise for an operation on a tensor without storage that the run's mode did not see."""
         if not self._runs:
             return RuntimeError(f"{func} on a tensor without storage, after the dry run")
         return self.failed(
@@ -415,6 +416,7 @@ class _Run:
             yield name, lazy(self, meta, meta, (name,), None)
 
     def refuse(self, names: Iterable[str], why: str) -> None:
+        """Makes tensors unsupported; a tensor keeps the first reason."""
         for name in names:
             self.unsupported.setdefault(name, why)
 
@@ -459,7 +461,7 @@ class _Run:
         return None
 
     def use(self, destination: Any, use: str) -> None:
-        """Notes that the loader does something else than a copy with the memory of parameters. Writes are not made."""
+        """Notes a use of a parameter's memory that is no copy. The caller makes no writes."""
         parameter = self.destinations.find(destination)
         if parameter is None:
             raise self.failed(
@@ -469,22 +471,23 @@ class _Run:
                 )
             )
         if destination.element_size() != parameter.tensor.element_size():
-            destination = parameter.tensor  # all of it, since the parts are no elements
+            destination = parameter.tensor  # all of it, since it has no elements of this size
         first = destination.storage_offset() - parameter.tensor.storage_offset()
         self.events.append(_Event(None, parameter, first, tuple(destination.shape), tuple(destination.stride()), None, use))
 
 
 @lru_cache(maxsize=1)
 def _lazy_class() -> Any:
+    """The class of tensors without storage, made when torch is there."""
     import torch
 
     class Lazy(torch.Tensor):
         """A tensor without storage that knows which elements of a global tensor it stands for.
 
-        `refitd_meta`: a meta tensor with its shape and strides. `refitd_walk`: a meta tensor whose offset and strides are those in the
-        row-major global tensor; both are the same until the loader makes a copy. A copy that was reshaped may have a walk of another shape:
-        then its elements are those of the walk, in row-major order. `refitd_names`: of the global tensors. `refitd_why`: None, or why the
-        elements are not those of the tensor any more. `refitd_run`: the dry run that it belongs to.
+        `refitd_meta`: a meta tensor with its shape and strides. `refitd_walk`: a meta tensor whose offset and strides say where its elements
+        lie in the row-major global tensor; it is `refitd_meta` until the loader makes a copy. A copy that was reshaped may have a walk of
+        another shape: then its elements are those of the walk, in row-major order. `refitd_names`: the names of the global tensors.
+        `refitd_why`: why the elements are not those of the tensor any more; None: they are. `refitd_run`: the dry run that it belongs to.
         """
 
         __torch_function__ = torch._C._disabled_torch_function_impl
@@ -510,6 +513,7 @@ def _lazy_class() -> Any:
         def _read(self, *_: Any, **__: Any) -> Any:
             raise self.refitd_run.failed(_ReadsValues(self.refitd_names, "has its values read by the loader"))
 
+        # These would read values, which there are none of.
         numpy = tolist = item = data_ptr = __array__ = __dlpack__ = _read
 
     return Lazy
@@ -517,6 +521,7 @@ def _lazy_class() -> Any:
 
 @lru_cache(maxsize=1)
 def _mode_class() -> Any:
+    """The class of the mode that sees every operation of the loader, made when torch is there."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -563,11 +568,12 @@ def _mode_class() -> Any:
             return self._computed(func, lazies, args, kwargs)
 
         def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+            """Carries out an operation that takes no lazy tensor; of one that writes to parameters, only notes the uses."""
             if func.is_view:
                 return func(*args, **kwargs)
             written = self._written_by(func, args, kwargs)
             self._note_reads(func, args, kwargs, written)
-            parameters = [target for target in written if self._run.destinations.is_one(target)]
+            parameters = [target for target in written if self._run.destinations.includes(target)]
             for target in parameters:
                 self._run.use(target, f"which the loader then changes there by {func}")
             return _unchanged(func, written) if parameters else func(*args, **kwargs)
@@ -577,7 +583,7 @@ def _mode_class() -> Any:
                 if (
                     not isinstance(tensor, lazy)
                     and not any(tensor is target for target in written)
-                    and self._run.destinations.is_one(tensor)
+                    and self._run.destinations.includes(tensor)
                 ):
                     self._run.use(tensor, f"which the loader then reads by {func}")
 
@@ -589,22 +595,25 @@ def _mode_class() -> Any:
                 places = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
                 self._written[func] = places
             given = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
-            # The schemas of operations on lists (torch._foreach_mul_) do not say so: by their names they write to the first.
+            # The schemas of operations on lists (torch._foreach_mul_) mark no written argument: by their names it is the first.
             if not places and args and func._schema.name.startswith("aten::_foreach") and func._schema.name.endswith("_"):
                 given.append(args[0])
             return _find(given, torch.Tensor)
 
         def _reshaped(self, func: Any, source: Any, args: Any) -> Any:
+            """A reshape keeps the order of the elements, so only the shape changes."""
             meta = func(source.refitd_meta, *args[1:])
             walk = meta
             if source.refitd_walk is not source.refitd_meta:
                 try:
                     walk = aten.view.default(source.refitd_walk, list(meta.shape))
                 except RuntimeError:
+                    # The walk's strides allow no view of that shape: it keeps its own shape, in the same order (see Lazy).
                     walk = source.refitd_walk
             return lazy(self._run, meta, walk, source.refitd_names, source.refitd_why)
 
         def _view(self, func: Any, source: Any, args: Any, kwargs: Any) -> Any:
+            """Makes the view, and the same view of the walk if the walk has the tensor's shape."""
             metas = func(source.refitd_meta, *args[1:], **kwargs)
             why = source.refitd_why
             if source.refitd_walk is source.refitd_meta:
@@ -638,17 +647,18 @@ def _mode_class() -> Any:
             return lazy(self._run, meta, source.refitd_walk, source.refitd_names, why)
 
         def _computed(self, func: Any, lazies: list[Any], args: Any, kwargs: Any) -> Any:
+            """An operation that computes with lazy tensors: what it writes or returns becomes no box."""
             names = tuple(dict.fromkeys(name for source in lazies for name in source.refitd_names))
             why = next((source.refitd_why for source in lazies if source.refitd_why), None) or f"is computed with, by {func}"
             written = self._written_by(func, args, kwargs)
             self._note_reads(func, args, kwargs, written)
             for target in written:
-                if not isinstance(target, lazy) and not self._run.destinations.is_one(target):
+                if not isinstance(target, lazy) and not self._run.destinations.includes(target):
                     self._run.refuse(names, f"is written into a tensor that is no parameter, by {func}")
-            if written:  # other views of a tensor that is written change, too
+            if written:  # other lazy views of what is written change with it
                 self._run.refuse(names, why)
             for target in written:
-                if not isinstance(target, lazy) and self._run.destinations.is_one(target):
+                if not isinstance(target, lazy) and self._run.destinations.includes(target):
                     self._run.use(target, f"which the loader then changes there by {func}")
             if any(not isinstance(target, lazy) for target in written):
                 return _unchanged(func, written)
@@ -656,18 +666,18 @@ def _mode_class() -> Any:
                 result = func(*_to_meta(args, lazy), **_to_meta(kwargs, lazy))
             except Exception:
                 raise self._run.failed(_ReadsValues(names, f"has its values read by the loader, by {func}")) from None
-            return _lazily(self._run, result, names, why, lazy)
+            return _as_lazy(self._run, result, names, why, lazy)
 
     def _unchanged(func: Any, written: list[Any]) -> Any:
         """Returns what an operation that was not carried out would have returned: the tensors that it would have written to."""
         returns = len(func._schema.returns)
         return None if returns == 0 else written[0] if returns == 1 else tuple(written[:returns])
 
-    def _lazily(run: _Run, result: Any, names: tuple[str, ...], why: str, lazy: Any) -> Any:
+    def _as_lazy(run: _Run, result: Any, names: tuple[str, ...], why: str, lazy: Any) -> Any:
         if isinstance(result, torch.Tensor):
             return lazy(run, result, result, names, why)
         if isinstance(result, (list, tuple)):
-            return type(result)(_lazily(run, entry, names, why, lazy) for entry in result)
+            return type(result)(_as_lazy(run, entry, names, why, lazy) for entry in result)
         return result
 
     def _to_meta(x: Any, lazy: Any) -> Any:
@@ -699,7 +709,10 @@ def _find(args: Iterable[Any], kind: Any) -> list[Any]:
 # ---- from events to boxes ----
 
 
-def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[str], bool], tied: Mapping[str, str], module: Any) -> Captured:
+def _captured_of(
+    run: _Run, destinations: _Destinations, is_processed: Callable[[str], bool], tied: Mapping[str, str], module: Any
+) -> Captured:
+    """Makes the result of the run that read no values: copies become boxes; tensors that can't be delivered become `unsupported`."""
     for name, kept in tied.items():
         if name in run.specs and kept not in run.specs:
             raise InvalidArgument(f"tensor '{name}' is tied to '{kept}', which is not in the manifest", tensor=name)
@@ -713,7 +726,8 @@ def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[st
         except NotBoxes as why:
             run.refuse([event.name], f"has a view that is no box in parameter '{event.parameter.name}': {why}")
     unfilled = _judge_uses(run, events)
-    cast = {name: set(found) for name, found in run.casts.items() if name not in run.unsupported}
+    # Before the loop below: these tensors have no obstacle but the cast, which refuse() then records as one.
+    only_cast = {name: set(found) for name, found in run.casts.items() if name not in run.unsupported}
     for name, found in run.casts.items():
         run.refuse([name], next(iter(found.values())))
     # Unsupported tensors are not listed: nobody must take them for delivered, or for not wanted.
@@ -735,7 +749,7 @@ def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[st
         unsupported=run.unsupported,
         ignored=[spec.name for spec in tensors if spec.name not in copies and spec.name not in tied],
         tied={name: kept for name, kept in tied.items() if name in run.specs},
-        cast=cast,
+        cast=only_cast,
         unfilled=unfilled,
         untouched=[name for name, tensor in destinations.parameters.items() if tensor.numel() and name not in used],
         module=module,
@@ -744,7 +758,7 @@ def _conclude(run: _Run, destinations: _Destinations, is_processed: Callable[[st
 
 
 def _without_repeats(events: Iterable[_Event]) -> Iterator[_Event]:
-    """Leaves out copies that were made before, of the same elements to the same place."""
+    """Leaves out repeated copies: of the same elements to the same place."""
     seen = set()
     for event in events:
         if event.name is not None:
@@ -777,7 +791,7 @@ def _processed_of(processed: dict[str, Processed], destinations: _Destinations, 
 
 
 class _Used(NamedTuple):
-    """A box of a parameter's memory and what is done there; `order` in the run."""
+    """A box of a parameter's memory and what is done there; `order`: when, among the events of the run."""
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
@@ -810,7 +824,7 @@ def _judge_uses(run: _Run, events: Iterable[_Event]) -> dict[str, int]:
 
 
 def _memory_dims(tensor: Any) -> list[int]:
-    """The shape of a row-major tensor in whose memory the elements of `tensor` are boxes: rows may be longer than those used."""
+    """The shape of a row-major tensor in whose memory the elements of `tensor` are boxes. Its rows may be longer than the tensor's."""
     dims: list[int] = []
     outer = 0
     for stride, n in sorted(((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1), reverse=True):

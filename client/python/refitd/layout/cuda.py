@@ -1,5 +1,5 @@
 """GPUs, as a kind of device (`devices.py`). Their memory becomes regions: a block of cudaMalloc by its IPC handle, memory of cuMemCreate
-(torch's expandable segments) by a descriptor. Calls the driver with ctypes; torch is asked for device numbers only.
+(torch's expandable segments) by a descriptor. Calls the driver with ctypes; torch gives device numbers only.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def device_uuid(index: int) -> str:
 
 
 _indices: dict[str, int] = {}
-_uuids: dict[int, str] = {}  # by torch's number of the GPU; kept, since asking torch for each of many tensors takes long
+_uuids: dict[int, str] = {}  # by torch's number of the GPU; kept, since torch takes long to answer for each of many tensors
 
 
 def device_index(name: str) -> int:
@@ -94,7 +94,7 @@ class _CudaArray:
 
 
 class CudaBytes(DeviceBytes):
-    """`nbytes` bytes at `pointer` on GPU `device_index`; `owner` keeps them there, as do all tensors made of them."""
+    """`nbytes` bytes at `pointer` on GPU `device_index`; `owner` keeps the memory, as do all tensors of them."""
 
     def __init__(self, pointer: int, nbytes: int, owner: Any, device_index: int) -> None:
         self.pointer = pointer
@@ -102,9 +102,9 @@ class CudaBytes(DeviceBytes):
         self._owner = owner
         self._device_index = device_index
 
-    def part(self, at: int, nbytes: int) -> CudaBytes:
-        """The `nbytes` bytes from offset `at`."""
-        return CudaBytes(self.pointer + at, nbytes, self, self._device_index)
+    def part(self, offset: int, nbytes: int) -> CudaBytes:
+        """The `nbytes` bytes from `offset`."""
+        return CudaBytes(self.pointer + offset, nbytes, self, self._device_index)
 
     def synchronize(self) -> None:
         """Waits until the work that torch has queued on the GPU's current stream has ended."""
@@ -124,7 +124,7 @@ class CudaBytes(DeviceBytes):
 
 
 class Allocation(NamedTuple):
-    """The range of a driver's allocation that an address is in: a block of cudaMalloc, or one handle of cuMemCreate."""
+    """A block of cudaMalloc, or the memory of one handle of cuMemCreate."""
 
     base: int
     nbytes: int
@@ -132,7 +132,7 @@ class Allocation(NamedTuple):
 
 
 class Driver:
-    """The driver's calls that are needed, of the library that REFITD_CUDA_LIBRARY names, else libcuda.so.1. Thread-safe."""
+    """Calls of the driver's library, which REFITD_CUDA_LIBRARY names; else libcuda.so.1. Thread-safe."""
 
     def __init__(self) -> None:
         name = os.environ.get("REFITD_CUDA_LIBRARY", "libcuda.so.1")
@@ -152,7 +152,7 @@ class Driver:
 
     @contextmanager
     def current(self, index: int) -> Iterator[None]:
-        """The primary context of device `index`, which torch uses, is this thread's meanwhile."""
+        """Within the block the primary context of device `index`, which torch uses, is this thread's."""
         with self._lock:
             context = self._contexts.get(index)
             if context is None:
@@ -175,7 +175,7 @@ class Driver:
         return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
 
     def allocation(self, pointer: int) -> Allocation:
-        """The allocation that `pointer` is in. Raises FailedPrecondition where it is memory of no GPU, or freed."""
+        """The allocation that `pointer` is in. Raises FailedPrecondition where that is memory of no GPU, or freed."""
         base, nbytes, legacy = c_uint64(), c_size_t(), c_int()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), c_uint64(pointer))
         self._call("cuPointerGetAttribute", byref(legacy), c_int(_LEGACY_IPC_CAPABLE), c_uint64(pointer))
@@ -198,7 +198,7 @@ class Driver:
         return descriptor.value
 
     def exports(self, base: int) -> bool:
-        """Whether export(base) works: the memory's maker must have asked for it."""
+        """Whether export(base) works: whoever made the memory must have asked for handles that can be exported."""
         try:
             os.close(self.export(base))
         except FailedPrecondition:
@@ -206,11 +206,11 @@ class Driver:
         return True
 
     def make_exportable(self, index: int, base: int, nbytes: int, handle: int) -> int:
-        """Puts memory that can be exported in the place of the memory of cuMemCreate with `handle`, which is mapped at `base` whole, and
-        which its maker did not mean for export. Address and bytes stay. Returns the handle of the new memory; the old one is released.
+        """Replaces the memory of cuMemCreate with `handle`, which is mapped whole at `base` and can't be exported, by memory that can.
+        Address and bytes stay. Returns the handle of the new memory; the old memory is released.
 
         Device `index` is current, and nothing uses the memory meanwhile. For a moment both memories exist. Raises FailedPrecondition, and
-        the old memory is in its place then.
+        leaves the old memory in its place.
         """
         made, aside = c_uint64(), c_uint64()
         size = c_size_t(nbytes)
@@ -236,7 +236,7 @@ class Driver:
         except FailedPrecondition:
             self._call("cuMemRelease", made)
             raise
-        with suppress(FailedPrecondition):  # the new memory is in its place, whatever becomes of the old
+        with suppress(FailedPrecondition):  # the new memory is in place, even if the old can't be released
             self._call("cuMemRelease", c_uint64(handle))
         return made.value
 
@@ -271,7 +271,7 @@ class CudaResolver(Resolver):
         return []
 
     def pieces(self, box: Box, what: str) -> list[Piece]:
-        """The pieces of `box`, more than one where its memory spans several allocations (expandable segments). `what` names its
+        """The pieces of `box`: several where its memory spans several allocations (expandable segments). `what` names its
         tensor. Raises InvalidArgument where the memory is on another device, FailedPrecondition where the driver refuses it."""
         memory = box.memory
         assert isinstance(memory, CudaMemory)
@@ -287,7 +287,7 @@ class CudaResolver(Resolver):
             raise FailedPrecondition(f"{what} of {self._label}: {error}", culprit=what) from error
 
     def _cut(self, box: Box, first: int) -> Iterator[Piece]:
-        """Pieces that lie within one allocation each, of a box whose first element is at address `first`."""
+        """Cuts a box whose first element is at address `first` into pieces, each within one allocation."""
         itemsize = self._itemsizes[box.tensor_index]
         lowest = first + itemsize * sum(min(0, (n - 1) * s) for n, s in zip(box.extent, box.strides))
         end = first + itemsize * (1 + sum(max(0, (n - 1) * s) for n, s in zip(box.extent, box.strides)))
@@ -302,10 +302,10 @@ class CudaResolver(Resolver):
         if along is None:
             raise FailedPrecondition(f"the element at {first:#x} lies in two allocations")
         step = abs(box.strides[along]) * itemsize
-        at = min(max(1, (limit - lowest) // step if step else 1), box.extent[along] - 1)
+        middle = min(max(1, (limit - lowest) // step if step else 1), box.extent[along] - 1)
         if box.strides[along] < 0:
-            at = box.extent[along] - at
-        for begin, stop in ((0, at), (at, box.extent[along])):
+            middle = box.extent[along] - middle
+        for begin, stop in ((0, middle), (middle, box.extent[along])):
             offset, extent = list(box.offset), list(box.extent)
             offset[along] += begin
             extent[along] = stop - begin
@@ -313,9 +313,9 @@ class CudaResolver(Resolver):
             yield from self._cut(part, first + begin * box.strides[along] * itemsize)
 
     def _allocation(self, pointer: int) -> Allocation:
-        at = bisect.bisect(self._spans, (pointer, sys.maxsize, True)) - 1
-        if at >= 0 and pointer < self._spans[at].base + self._spans[at].nbytes:
-            return self._spans[at]
+        index = bisect.bisect(self._spans, (pointer, sys.maxsize, True)) - 1
+        if index >= 0 and pointer < self._spans[index].base + self._spans[index].nbytes:
+            return self._spans[index]
         found = driver().allocation(pointer)
         bisect.insort(self._spans, found)
         return found
@@ -341,12 +341,13 @@ class CudaResolver(Resolver):
                 os.close(descriptor)
 
 
-# The numbers that cuda.h gives to these attributes and to this error.
+# Attributes and an error of cuda.h, by their numbers.
 _CUDA_ATTRIBUTES = {"vmm": 102, "vmm_descriptors": 103}
 _CUDA_NO_DEVICE = 100
 
 
 def _look_at_gpus() -> Finding:
+    """Lists the GPUs that this process sees, and what they support."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -382,7 +383,7 @@ def _gpu(cuda: Any, ordinal: int) -> dict[str, Any]:
 
 
 def _look_at_ipc() -> Finding:
-    """Whether memory of a GPU can be handed to another process: some containers and virtual GPUs refuse that."""
+    """Looks whether another process can open memory of a GPU: some containers and virtual GPUs refuse that."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -398,7 +399,7 @@ def _look_at_ipc() -> Finding:
         "    status = call()\n"
         "    if status: raise SystemExit(f'status {status}')\n"
     )
-    # In a process of its own: a context made here would stay, and take some hundred MiB of the GPU.
+    # The script runs in a process of its own: a context in this process would stay, and take some hundred MiB of the GPU.
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * CALL_SECONDS)
     if run.returncode == 0:
         return Finding("gpu ipc", State.OK, "memory of the first GPU can be shared by IPC handle")
@@ -407,6 +408,7 @@ def _look_at_ipc() -> Finding:
 
 
 def _look_at_nccl() -> Finding:
+    """Looks for a libnccl.so.2 that loads."""
     candidates = ["libnccl.so.2"]
     for folder in sys.path:
         candidates += glob.glob(os.path.join(folder or ".", "nvidia", "nccl", "lib", "libnccl.so.2"))

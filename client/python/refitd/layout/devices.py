@@ -1,7 +1,7 @@
 """The places where memory may be: the host, or a device of a kind that this module lists. Everything else in refitd asks here.
 
-A kind's own module (`refitd.layout.cuda`) implements `DeviceKind`. Devices are named as the daemon names them (a GPU by its UUID). Torch tensors
-tell their kind by `tensor.device.type`.
+A kind's own module (`refitd.layout.cuda`) implements `DeviceKind`. Devices are named as the daemon names them (a GPU by its UUID). A torch tensor's
+kind follows from `tensor.device.type`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class State(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A thing that was looked at, what was found in words, what to do about it ("" where nothing is), and figures for programs.
+    """A result of the doctor: what was looked at, what was found (`text`), what to do ("": nothing), and figures for programs.
 
-    Bytes and seconds are named so in `figures`.
+    Names in `figures` end with their unit, bytes or seconds.
     """
 
     what: str
@@ -47,14 +47,14 @@ class Finding:
 
 
 class Resolver(abc.ABC):
-    """Makes pieces of one registration's boxes on a device, and the regions that hold their bytes: `regions`, by base address, with what the
-    driver says of the memory there."""
+    """Makes pieces of one registration's boxes on a device, and the regions that hold their bytes: `regions`, by base address, with the
+    driver's record of the memory there."""
 
     def __init__(
         self, label: str, kind: str, member: Handle, device: str | None, itemsizes: Sequence[int], before: dict[int, tuple[Any, Handle]]
     ) -> None:
-        """`label`, `kind` ("trainer" or "engine"), `member`, `device`: of the member. `itemsizes`: bytes an element of each of the layout's
-        tensors. `before`: the regions of the registration before: its tensors are alive, so what lies there is the same memory."""
+        """`label`, `kind` ("trainer" or "engine"), `member`, `device`: of the member. `itemsizes`: by tensor of the layout, bytes an element.
+        `before`: the regions of the registration before, whose tensors are alive, so that their addresses are still the same memory."""
         self._label, self._kind, self._member, self._device = label, kind, member, device
         self._itemsizes, self._before = itemsizes, before
         self.regions: dict[int, tuple[Any, Handle]] = {}
@@ -77,7 +77,7 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def knows(self, device: str) -> bool:
-        """Whether a device may have this name, which need not exist."""
+        """Whether a device of this kind may have this name; it need not exist."""
 
     @abc.abstractmethod
     def current(self, used: bool) -> str | None:
@@ -110,9 +110,9 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def make_exportable(self, index: int, base: int, nbytes: int, handle: int) -> int:
-        """Lets other processes open the memory that the driver knows by `handle`, which is mapped whole at `base` on device `index`. Address
-        and bytes stay; nothing uses the memory meanwhile. Returns the handle of what is there then: `handle` itself where the memory could be
-        opened already. Raises FailedPrecondition; the memory is as it was then."""
+        """Lets other processes open the memory of the driver's `handle`, which is mapped whole at `base` on device `index`. Address and bytes
+        stay; the caller lets nothing use the memory meanwhile. Returns the handle of the memory that is there then: `handle` itself where
+        the memory could be opened already. Raises FailedPrecondition, and leaves the memory as it was."""
 
     @abc.abstractmethod
     def new_bytes(self, device: str, nbytes: int) -> DeviceBytes:
@@ -122,17 +122,17 @@ class DeviceKind(abc.ABC):
 
     @abc.abstractmethod
     def synchronize(self, device: str | None = None) -> None:
-        """Waits for the current stream of the device; None: of the current one."""
+        """Waits for the current stream of `device`; None: of the current device."""
 
     @abc.abstractmethod
     def synchronize_all(self, device: str | None = None) -> None:
-        """Waits for all streams of the device; None: of the current one."""
+        """Waits for all streams of `device`; None: of the current device."""
 
 
 HOST = "host"
 
 
-# The kinds that there are; each one's module adds its own. A name that no kind knows goes to the first, whose error says which devices there are.
+# All kinds; the module of each adds it. A name that no kind knows goes to the first kind, whose error lists the devices.
 KINDS: list[DeviceKind] = []
 
 
@@ -156,7 +156,7 @@ def kind_of_tensors(tensors: Iterable[Any]) -> DeviceKind | None:
 
 
 def device_of(tensors: Iterable[Any]) -> str | None:
-    """The name of the device that has the first of these torch tensors that is on one; None: all are elsewhere."""
+    """The name of the device of the first of these torch tensors that is on a device; None: all are elsewhere."""
     for tensor in tensors:
         for kind in KINDS:
             if tensor.device.type == kind.torch_type:
@@ -185,8 +185,8 @@ def kind_of_type(torch_type: str) -> DeviceKind | None:
 
 
 def any_of(torch_type: str) -> str:
-    """The name of a device of the kind with this type in torch: the current one where this process has used one, else the first that it
-    sees; "host" for the host. Raises InvalidArgument for a type that no kind has."""
+    """The name of a device of the kind with this type in torch: the current device where this process has used one, else the first
+    that it sees; "host" for the host. Raises InvalidArgument for a type that no kind has."""
     kind = kind_of_type(torch_type)
     return HOST if kind is None else kind.current(used=True) or kind.first()
 

@@ -1,9 +1,9 @@
-"""Element types; places where a tensor's bytes may lie, regions of memory that the daemon can map, and bytes as what Python's libraries take.
+"""Element types; places where a tensor's bytes may lie, regions of memory that the daemon can map, and bytes as arrays and tensors.
 
 HostMemory and its like only name memory; the member that registers them makes regions of it. Four kinds exist:
 
 - `HostMemory`: bytes of this process. Those within a region of the member (`refitd.empty`, `refitd.adopt`) are moved from
-  where they are; any others are staged: copied into a region at each refit, with a `StagingWarning`.
+  where they are; all others are staged: copied into a region at each refit, with a `StagingWarning`.
 - `RegionMemory`: bytes of one region, named by the region itself.
 - `FilledMemory`: bytes that do not exist yet. The member keeps room for them in a region, and a function of the caller fills
   that room before each refit (a cast, for instance).
@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
 
 from ..errors import InvalidArgument, ResourceExhausted, Unimplemented
 
@@ -105,9 +105,9 @@ class HostBytes:
             self._array = (ctypes.c_uint8 * nbytes).from_address(pointer)
             self._array._owner = owner
 
-    def part(self, at: int, nbytes: int) -> HostBytes:
-        """The `nbytes` bytes from offset `at`."""
-        return HostBytes(self.pointer + at, nbytes, self)
+    def part(self, offset: int, nbytes: int) -> HostBytes:
+        """The `nbytes` bytes from `offset`."""
+        return HostBytes(self.pointer + offset, nbytes, self)
 
     def memory(self, writable: bool = True) -> memoryview:
         view = memoryview(self._array).cast("B")
@@ -130,15 +130,15 @@ class HostBytes:
 
 
 class DeviceBytes(abc.ABC):
-    """`nbytes` bytes at `pointer` on a device whose memory the host can't read; all tensors made of them keep them there. The module
-    of the kind of device has the class."""
+    """`nbytes` bytes at `pointer` on a device whose memory the host can't read; all tensors of them keep the memory. The module of the
+    kind of device has the class."""
 
     pointer: int
     nbytes: int
 
     @abc.abstractmethod
-    def part(self, at: int, nbytes: int) -> HostBytes | DeviceBytes:
-        """The `nbytes` bytes from offset `at`."""
+    def part(self, offset: int, nbytes: int) -> HostBytes | DeviceBytes:
+        """The `nbytes` bytes from `offset`."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -177,9 +177,9 @@ def numpy_dtype(name: str) -> Any:
 class HostMemory:
     """`nbytes` bytes of this process from address `pointer`; `owner` (a tensor or array) keeps them allocated.
 
-    `label` names the bytes in warnings and errors, usually by the tensor's name. `pointer_now`, if given, tells where the bytes are
-    at each refit: memory that moved is bound anew, after `check_moved`, if given, has raised nothing. It should raise where the
-    tensor is not what it was when it was registered.
+    `label` names the bytes in warnings and errors, usually by the tensor's name. `pointer_now`, if given, returns at each refit where
+    the bytes are: memory that moved is bound anew, unless `check_moved`, if given, raises, as it should where the tensor is not what it
+    was when it was registered.
     """
 
     pointer: int
@@ -216,8 +216,7 @@ class FilledMemory:
 class DeviceMemory:
     """`nbytes` bytes from `pointer` on the device with `device_uuid`; `device_index` is this process's number of it.
 
-    `owner` keeps the memory allocated. `pointer_now`, if given, tells where the bytes are at each refit: memory that moved is
-    bound anew, after `check_moved`, as in HostMemory.
+    `owner` keeps the memory allocated. `pointer_now`, `check_moved`: as in HostMemory.
     """
 
     device_uuid: str
@@ -233,7 +232,7 @@ class DeviceMemory:
 Memory = Union[HostMemory, RegionMemory, FilledMemory, DeviceMemory]
 
 
-# Tensors begin at multiples of this, a cache line: copies are at their best there.
+# Tensors begin at multiples of this, a cache line, where copies are fastest.
 ALIGNMENT = 64
 # `empty` cuts small tensors from regions of this size. Pages that nobody wrote take no memory.
 ARENA_BYTES = 64 << 20
@@ -242,7 +241,7 @@ ARENA_BYTES = 64 << 20
 class Region(mmap.mmap):
     """`nbytes` bytes of shared memory, zeroed. `pointer` is its address here, `descriptor` its memfd.
 
-    Anything over it, such as `memoryview(region)` or the results of `array` and `tensor`, keeps the memory. Thread-safe.
+    Views of it, such as `memoryview(region)` and the results of `array` and `tensor`, keep the memory. Thread-safe.
     """
 
     nbytes: int
@@ -269,7 +268,7 @@ class Region(mmap.mmap):
 
     @classmethod
     def _map(cls, descriptor: int, nbytes: int, inherit: bool) -> Region:
-        """Maps the descriptor, which is the region's from now on."""
+        """Maps the descriptor, which the region owns from now on."""
         try:
             new: Any = super().__new__
             region: Region = new(cls, descriptor, nbytes)
@@ -308,7 +307,7 @@ class Region(mmap.mmap):
         return cls._map(own, nbytes, inherit=True)
 
     def close(self) -> None:
-        """Does nothing: the memory goes when nothing uses it any more."""
+        """Does nothing: the memory is freed with its last user."""
 
     def array(self, shape: Sequence[int], dtype: Any, byte_offset: int = 0) -> numpy.ndarray[Any, Any]:
         """A numpy array over the region. bfloat16 and float8 need the package ml_dtypes.
@@ -338,31 +337,45 @@ class Region(mmap.mmap):
         return torch.frombuffer(self, dtype=kind, count=count, offset=byte_offset).view(tuple(shape))
 
 
+class Arena:
+    """Memory of an engine with two sides (`Engine.adopt`): `nbytes` bytes from `pointer`, on the engine's device. All tensors made of it
+    keep it."""
+
+    inherit = True
+
+    def __init__(self, pointer: int, nbytes: int, handle: Any) -> None:
+        """`handle`: the C region, which is closed with the last reference."""
+        self.pointer = pointer
+        self.nbytes = nbytes
+        self.handle = handle
+        _table.add(self)
+
+
 class _Table:
-    """All regions of this process, by address. Thread-safe."""
+    """All regions and arenas of this process, by address. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a region may go, and be removed, wherever Python collects garbage
+        self._lock = threading.RLock()  # reentrant: garbage collection, which may run anywhere, removes regions
         self._pointers: list[int] = []
-        self._regions: list[weakref.ref[Region]] = []
+        self._regions: list[weakref.ref[Region | Arena]] = []
 
-    def add(self, region: Region) -> None:
+    def add(self, region: Region | Arena) -> None:
         with self._lock:
-            at = bisect.bisect(self._pointers, region.pointer)
-            self._pointers.insert(at, region.pointer)
-            self._regions.insert(at, weakref.ref(region))
+            index = bisect.bisect(self._pointers, region.pointer)
+            self._pointers.insert(index, region.pointer)
+            self._regions.insert(index, weakref.ref(region))
             weakref.finalize(region, self._remove, region.pointer).atexit = False
 
     def _remove(self, pointer: int) -> None:
         with self._lock:
-            at = bisect.bisect_left(self._pointers, pointer)
-            if at < len(self._pointers) and self._pointers[at] == pointer and self._regions[at]() is None:
-                del self._pointers[at], self._regions[at]
+            index = bisect.bisect_left(self._pointers, pointer)
+            if index < len(self._pointers) and self._pointers[index] == pointer and self._regions[index]() is None:
+                del self._pointers[index], self._regions[index]
 
-    def locate(self, pointer: int, nbytes: int) -> Region | None:
+    def locate(self, pointer: int, nbytes: int) -> Region | Arena | None:
         with self._lock:
-            at = bisect.bisect(self._pointers, pointer) - 1
-            region = self._regions[at]() if at >= 0 else None
+            index = bisect.bisect(self._pointers, pointer) - 1
+            region = self._regions[index]() if index >= 0 else None
         if region is None or pointer + nbytes > region.pointer + region.nbytes:
             return None
         return region
@@ -371,12 +384,12 @@ class _Table:
         self._lock = threading.RLock()
         for found in self._regions:
             region = found()
-            if region is not None and not region.inherit:
+            if isinstance(region, Region) and not region.inherit:
                 _reserve(region)
 
 
 def _reserve(region: Region) -> None:
-    """Takes the addresses of a region that this child does not have, so that nothing else comes to lie where the region will be unmapped."""
+    """Reserves the addresses of a region that this forked child lacks: unmapping the region there must not unmap anything else."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -388,8 +401,8 @@ _table = _Table()
 os.register_at_fork(after_in_child=_table.after_fork)
 
 
-def locate(pointer: int, nbytes: int) -> Region | None:
-    """The region that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
+def locate(pointer: int, nbytes: int) -> Region | Arena | None:
+    """The region, or the arena of any device, that holds the `nbytes` bytes from address `pointer`; None where they lie in none."""
     return _table.locate(pointer, nbytes)
 
 
@@ -417,7 +430,7 @@ class _Arena:
         return region, offset
 
     def after_fork(self) -> None:
-        # A child that went on with its parent's arena would hand out the same bytes.
+        # A forked child that kept its parent's arena would hand out the same bytes.
         self._lock = threading.Lock()
         self._region = None
 
@@ -433,14 +446,14 @@ def aligned(nbytes: int) -> int:
 
 
 def empty(shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | None = None, inherit: bool = True) -> Any:
-    """A tensor of zeros in memory that daemons can map: registered, it is moved from and to where it is, without a copy.
+    """A tensor of zeros in memory that daemons can map: once it is registered, the daemon reads and writes it in place.
 
     Args:
         shape: In elements.
         dtype: A name such as "bfloat16", a torch.dtype or a numpy dtype.
         like: "torch" for a torch.Tensor on the CPU, "numpy" for a numpy.ndarray; None: torch's where torch is imported or `dtype` is
             torch's, else numpy's.
-        inherit: Whether forked children share the memory; without, a child that touches it ends.
+        inherit: Whether forked children share the memory; if not, a child that touches it ends by SIGSEGV.
 
     Raises:
         InvalidArgument: An argument is wrong.
@@ -467,9 +480,9 @@ def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True
     Args:
         module: A torch module.
         buffers: Whether its buffers are moved as well.
-        inherit: Whether forked children, such as a data loader's workers, share the weights with this process, in both directions; before,
-            each had a copy from the moment of the fork. False: children don't have the weights at all, and one that touches them ends by
-            SIGSEGV.
+        inherit: Whether forked children, such as a data loader's workers, share the weights with this process, in both directions (in
+            other memory, a child has its own copy from the fork on). False: children don't have the weights, and a child that touches them
+            ends by SIGSEGV.
 
     Returns:
         The region; None where there was nothing to move.
@@ -484,39 +497,63 @@ def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True
 
 def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Region | None:
     """Moves the CPU tensors' storages into one new region, as `adopt` does; the tensor objects stay the same."""
+    return move_storages(tensors, "cpu", lambda nbytes: _with_bytes(Region(nbytes, inherit)))
+
+
+def _with_bytes(region: Region) -> tuple[Region, HostBytes]:
+    return region, HostBytes(region.pointer, region.nbytes, region)
+
+
+Room = TypeVar("Room")
+
+
+def move_storages(
+    tensors: Iterable[torch.Tensor], device_type: str, make: Callable[[int], tuple[Room, HostBytes | DeviceBytes]]
+) -> Room | None:
+    """Moves the storages of tensors on devices of that type into one new room, unless they lie in a region or an arena already. The tensor
+    objects stay the same, and tensors that share memory go on sharing it.
+
+    Args:
+        make: Makes the room for so many bytes, and gives its bytes.
+
+    Returns:
+        The room; None where there was nothing to move.
+    """
     import torch
 
     local: list[torch.Tensor] = []
     for tensor in tensors:
         # A DTensor's memory is its local tensor's.
         found = getattr(tensor, "_local_tensor", tensor)
-        if found.device.type == "cpu" and found.numel() > 0:
+        if found.device.type == device_type and found.numel() > 0:
             local.append(found)
-    places: dict[int, int] = {}  # storage's address: byte offset in the region
-    storages: dict[int, torch.UntypedStorage] = {}
+    places: dict[int, int] = {}  # by address of a storage, its byte offset in the room
     total = 0
     for tensor in local:
         storage = tensor.untyped_storage()
         if storage.data_ptr() in places or locate(storage.data_ptr(), storage.nbytes()) is not None:
             continue
         places[storage.data_ptr()] = total
-        storages[storage.data_ptr()] = storage
         total += aligned(storage.nbytes())
     if total == 0:
         return None
-    region = Region(total, inherit)
-    for pointer, storage in storages.items():
-        ctypes.memmove(region.pointer + places[pointer], pointer, storage.nbytes())
+    room, data = make(total)
+    moved: dict[int, torch.Tensor] = {}  # by address of a storage, its bytes in the room
     with torch.no_grad():
         for tensor in local:
-            at = places.get(tensor.untyped_storage().data_ptr())
+            storage = tensor.untyped_storage()
+            at = places.get(storage.data_ptr())
             if at is None:
                 continue
-            whole = torch.frombuffer(region, dtype=torch.uint8, count=tensor.untyped_storage().nbytes(), offset=at)
-            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+            if storage.data_ptr() not in moved:
+                before = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                moved[storage.data_ptr()] = data.part(at, storage.nbytes()).torch((storage.nbytes(),), "uint8")
+                moved[storage.data_ptr()].copy_(before)
+            whole = moved[storage.data_ptr()]
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
                 whole.untyped_storage(), whole.storage_offset() // tensor.element_size() + tensor.storage_offset(), tensor.shape, tensor.stride()
             )
-    return region
+    return room
 
 
 class Source(NamedTuple):
@@ -551,7 +588,7 @@ def mark_versions(tensors: list[Any]) -> None:
     increment: Any = getattr(torch.autograd.graph, "increment_version", None)
     try:
         increment(tensors)
-    except TypeError:  # an older torch, whose function takes one tensor, or that has none
+    except TypeError:  # an older torch has no such function, or one that takes a single tensor
         for tensor in tensors:
             with torch.no_grad():
                 tensor.detach().as_strided((0,), (1,)).zero_()

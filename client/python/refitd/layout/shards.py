@@ -2,19 +2,19 @@
 
     refitd.layout.shards.collect(model, dtype=torch.bfloat16)                      # nn.Module: parameters and persistent buffers
     refitd.layout.shards.collect(model.state_dict())                               # tensors and DTensors by name
-    refitd.layout.shards.collect([Shard("w", (8, 4), rows, offset=(4, 0)), ...])   # boxes of global tensors, said one by one
+    refitd.layout.shards.collect([Shard("w", (8, 4), rows, offset=(4, 0)), ...])   # boxes of global tensors, listed one by one
 
 Everything is checked before anything is registered: an InvalidArgument or FailedPrecondition names the tensor and the rank, and
 its `culprit` is "tensor '...'".
 
-This module needs no framework: torch tensors, DTensors and numpy arrays are known by what they have. So FSDP2's models (`fully_shard`), which keep
-DTensors, are taken as they are. FSDP1 (`FullyShardedDataParallel`) keeps one flat parameter a unit, of which each rank holds a range that cuts
+This module needs no framework: torch tensors, DTensors and numpy arrays are recognised by attributes. So FSDP2's models (`fully_shard`), which
+keep DTensors, are taken as they are. FSDP1 (`FullyShardedDataParallel`) keeps one flat parameter a unit, of which each rank holds a range that cuts
 tensors anywhere: `flat_shards(model)` gives these ranges as boxes, in place, with no gather and no copy. A state dict of type SHARDED_STATE_DICT is
-understood too, but FSDP1 makes its tensors anew on every call, so that they must be registered again for each version.
+understood too, but FSDP1 makes its tensors anew on every call, so that these must be registered again for each version.
 
 Casts of local shards to the dtype that engines serve, and additions to them, take bounded memory.
 A compiled refit reads all registered bytes when it is called, so every cast byte must exist then. Therefore tensors that need
-a cast are delivered in one of two ways, chosen for all of them together:
+a cast are delivered in one of two ways, the same for all of them:
 
 - *whole*: a room of all cast shards of this rank, filled before each refit. One compiled refit moves everything, but the room
   takes as much memory as the cast shards.
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 # A cast to `dtype` is made of these types only: others, such as float8 with its scales, mean something else after a cast.
 CAST_FROM = frozenset({"float64", "float32", "float16", "bfloat16"})
-# Casts that keep values, but for a float's rounding: of each type the types to which it may go. All others must be declared.
+# Casts that keep values, but for a float's rounding: by type, the types to which it may be cast. All other casts must be declared.
 _KEEPS_VALUES = {
     **dict.fromkeys(CAST_FROM, CAST_FROM),
     "int8": frozenset({"int16", "int32", "int64"}),
@@ -70,11 +70,11 @@ class Shard:
     """A box of a global tensor that this rank holds.
 
     `name`, `shape`: of the global tensor, unpadded, in elements. `tensor`: the elements of the box, of the box's extent and with
-    any strides; None says that this rank holds none of the tensor, and needs `dtype`. `offset`: of the box in the global tensor;
-    None is zeros. `dtype`: what to deliver; None is the one that `collect` got, else the tensor's own; with no tensor, what the ranks
-    that hold it have.
+    any strides; None: this rank holds none of the tensor, and must give `dtype`. `offset`: of the box in the global tensor; None:
+    zeros. `dtype`: the dtype to deliver; None: that of `collect`, else the tensor's own; without a tensor, the dtype on the ranks that
+    hold it.
 
-    The others are used where casts are pushed. `replica`: this rank's number among the ranks that hold the same box, and how many
+    The other fields are used where casts are pushed. `replica`: this rank's number among the ranks that hold the same box, and how many
     they are. `largest`: the most elements that any rank holds of the tensor, in all its shards; `ranges`: whether every rank's
     boxes of it are ranges of the row-major tensor. Both are equal on all ranks, or None where a rank does not know. `addition`: what
     is added to the elements on the way, as `refitd.integrations.lora.Product` is; given on every rank, also where `tensor` is None.
@@ -101,11 +101,11 @@ def range_shards(shard: Shard, start: int) -> Iterator[Shard]:
         boxes = range_boxes(shard.shape, start, len(shard.tensor))
     except ValueError as error:
         raise InvalidArgument(f"tensor '{shard.name}': {error}", tensor=shard.name) from None
-    at = 0
+    begin = 0
     for offset, extent in boxes:
         count = prod(extent)
-        yield replace(shard, tensor=shard.tensor[at : at + count].reshape(extent), offset=offset, ranges=True)
-        at += count
+        yield replace(shard, tensor=shard.tensor[begin : begin + count].reshape(extent), offset=offset, ranges=True)
+        begin += count
 
 
 def collect(
@@ -125,18 +125,18 @@ def collect(
 ) -> Layout:
     """The layout of what this rank holds.
 
-    `x`: an nn.Module, a mapping of names to tensors (plain ones are whole tensors, DTensors what their placements say, either may
-    be in an Added), or an iterable of `Shard`.
+    `x`: an nn.Module, a mapping of names to tensors (plain ones are whole; DTensors are boxes by their placements; either may be in an
+    Added), or an iterable of `Shard`.
     `dtype`, `exceptions`, `buffers`, `leave_out`, `any_cast`, `tied`, `staging`, `staging_bytes`: as in Trainer.register.
     `rank`: for errors. `world_size`: of the trainer; with 1, a tensor that is not covered whole is an error. With more, plain
     tensors of a mapping count as replicated on all ranks where casts are pushed.
-    `device`: that all tensors must be on, as torch.device takes it; None: that of the first.
+    `device`: the device of all tensors, as torch.device takes it; None: that of the first tensor.
 
     Raises InvalidArgument for a wrong dtype, shape, offset or placement, overlapping or missing shards, expanded tensors, another
     device; FailedPrecondition for memory that was freed. Nothing is kept then.
 
     The layout refers to the tensors' memory. Its `source` looks every name up again: in the module, in the same dict, in the memory of
-    a Shard's tensor. Pass the module: a plain `state_dict()` is a dict of its own, which keeps the memory that it was made of.
+    a Shard's tensor. Pass the module: the dict of a plain `state_dict()` is never bound to other tensors.
     """
     where = None if device is None else str(device)
     rules = _Rules(dtype, exceptions or {}, any_cast, rank)
@@ -160,6 +160,7 @@ class _Options:
 
 
 def _collect(x: Any, options: _Options, found: _Found) -> Layout:
+    """collect() with its arguments checked and the tensors of `x` found."""
     collector = _Collector(options.rules, options.tied, options.rank, options.device)
     held: list[_BoundShard] = []
     with paused():
@@ -180,12 +181,12 @@ def _collect(x: Any, options: _Options, found: _Found) -> Layout:
             alone=options.world_size == 1,
         )
         layout.boxes += boxes
-        layout.before_refit = _in_order(x.made_of.first if isinstance(x, (MadeMapping, MadeShards)) else None, collector.before_refit())
+        layout.before_refit = _sequence(x.made_of.first if isinstance(x, (MadeMapping, MadeShards)) else None, collector.before_refit())
         layout.source = _Source(x, options, found, held, collector.specs())
     return layout
 
 
-def _in_order(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
+def _sequence(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
     wanted = [step for step in steps if step is not None]
 
     def all_of_them() -> None:
@@ -198,8 +199,8 @@ def _in_order(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
 @dataclass(frozen=True)
 class MadeOf:
     """How a mapping or a list of Shard was made of modules. `make()` makes it again, where names of the modules are bound to other tensors,
-    or where what one of `watched` returns, a tensor that no name of the modules is bound to, has moved. Every rank calls `first` before each
-    refit; it may communicate."""
+    or where a tensor that a function of `watched` returns, to which no name is bound, has moved. Every rank calls `first` before each refit;
+    it may communicate."""
 
     modules: Sequence[Any]
     make: Callable[[], Any]
@@ -225,7 +226,7 @@ class MadeShards(list[Shard]):
 
 @dataclass
 class _Found:
-    """What `x` names. `bindings`: where the names are looked up; None: only `x` itself can tell."""
+    """The tensors of `x`. `bindings`: where their names are looked up; None: only by reading `x` again."""
 
     named: Mapping[str, Any] | list[Shard]
     bindings: Bindings | None
@@ -239,6 +240,7 @@ class _Found:
 
 
 def _find(x: Any, options: _Options) -> _Found:
+    """Finds the tensors of `x`, and where their names are looked up later."""
     buffers = options.buffers
     if hasattr(x, "named_parameters") and hasattr(x, "state_dict"):
         named = _of_module(x, buffers)
@@ -287,7 +289,7 @@ class _Source:
         if not holds or self._made_of is not None:
             found = _find(self._x, self._options)
         if found.same_objects(self._found) and self._marks.same():
-            self._found = found  # modules that are wrapped and unwrapped again, as FSDP2 does, are bound as they were
+            self._found = found  # FSDP2, for instance, wraps modules and unwraps them again: the names are bound as before
             return None
         return self._collect_again(found)
 
@@ -336,7 +338,7 @@ class _Spec(NamedTuple):
 
 @dataclass
 class _BoundShard:
-    """A shard. `current` returns its tensor, wherever its memory is now."""
+    """A shard. `current` returns the shard's tensor, wherever the memory is now."""
 
     shard: Shard
     current: Callable[[], Any]
@@ -344,7 +346,7 @@ class _BoundShard:
 
     @property
     def address(self) -> Callable[[], int]:
-        """A function that tells where the shard's memory is now. All shards are asked at every refit."""
+        """A function that returns where the shard's memory is now. Every refit calls it for every shard."""
         current = self.current
         same = isinstance(current, partial) and current.func is _same
         return TensorAddress(current, self.shard.tensor if same else None)
@@ -380,9 +382,9 @@ def _with_integers(shard: Shard, rank: int) -> Shard:
     """The same shard with tuples of int, as the other sources of shards give them."""
     shape = integers(shard.shape)
     offset = None if shard.offset is None else integers(shard.offset)
-    for what, said, made in (("shape", shard.shape, shape), ("offset", shard.offset, offset)):
-        if made is None and said is not None:
-            raise _wrong(rank, shard.name, f" has {what} {said!r}, which is no sequence of integers")
+    for what, given, made in (("shape", shard.shape, shape), ("offset", shard.offset, offset)):
+        if made is None and given is not None:
+            raise _wrong(rank, shard.name, f" has {what} {given!r}, which is no sequence of integers")
     if shape is None or min(shape, default=0) < 0:
         raise _wrong(rank, shard.name, f" has shape {shard.shape!r}, which is no shape")
     return replace(shard, shape=shape, offset=offset)
@@ -408,12 +410,12 @@ def _begin(additions: Iterable[Addition]) -> None:
 
 def _part_of(tensor: Any, part: Part) -> Any:
     local = local_tensor(tensor)
-    return local[tuple(slice(at, at + n) for at, n in zip(part.local, part.extent))]
+    return local[tuple(slice(begin, begin + n) for begin, n in zip(part.local, part.extent))]
 
 
 @cache
 def _kind_of(kind: type) -> str:
-    """Tells what a type's objects are. Each type is asked once, because asking every tensor for what it lacks is slow."""
+    """Which kind of tensor a type's objects are; "": none. Kept by type, because looking for missing attributes of every tensor is slow."""
     if hasattr(kind, "local_shards"):
         return "ShardedTensor"
     if is_dtensor(kind):
@@ -422,12 +424,13 @@ def _kind_of(kind: type) -> str:
 
 
 def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Iterator[_BoundShard]:
+    """The shards that this rank holds of a tensor, DTensor or ShardedTensor."""
     if isinstance(tensor, Added):
         for held in _of_tensor(name, tensor.tensor, rank, world_size):
             yield replace(held, shard=replace(held.shard, addition=tensor.addition))
         return
-    of: Any = type(tensor)
-    kind = _kind_of(of)
+    tensor_type: Any = type(tensor)
+    kind = _kind_of(tensor_type)
     if kind == "tensor":
         shape = tuple(tensor.shape)
         replica = (rank, world_size) if world_size else (0, 1)
@@ -453,7 +456,7 @@ def _of_tensor(name: str, tensor: Any, rank: int, world_size: int | None) -> Ite
 
 
 def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_BoundShard]:
-    """FSDP1's older state dicts have ShardedTensor, of which each shard is a box that says its offsets."""
+    """The shards of a ShardedTensor, which FSDP1's older state dicts have: its metadata lists the boxes."""
     shape = tuple(tensor.size())
     shards = tensor.local_shards()
     boxes = [(tuple(box.shard_offsets), tuple(box.shard_sizes)) for box in tensor.metadata().shards_metadata]
@@ -496,18 +499,18 @@ class _Rules:
                 raise _wrong(self._rank, name, why) from None
         return found
 
-    def delivered(self, name: str, stored: str, said: Any) -> str:
-        """The dtype in which to deliver a tensor that is stored as `stored` and whose shard said `said`.
+    def delivered(self, name: str, stored: str, given: Any) -> str:
+        """The dtype in which to deliver a tensor that is stored as `stored`. `given`: that of its Shard, if any.
 
         Raises InvalidArgument, naming the tensor, for a cast that loses values and was not declared."""
-        to = self._wanted(name, stored, said)
+        to = self._wanted(name, stored, given)
         if to != stored and to not in _KEEPS_VALUES.get(stored, ()) and not self._any_cast(name):
             raise _wrong(self._rank, name, f" is {stored}, and a cast to {to} loses values: declare any_cast=['{name}'] if it is meant")
         return to
 
-    def _wanted(self, name: str, stored: str, said: Any) -> str:
-        if said is not None:
-            return self.stored(name, said)
+    def _wanted(self, name: str, stored: str, given: Any) -> str:
+        if given is not None:
+            return self.stored(name, given)
         for pattern, to in self._exceptions:
             if pattern.fullmatch(name):
                 return to or stored
@@ -520,15 +523,15 @@ def _is_torch(kind: type) -> bool:
 
 
 class _View:
-    """The place of a tensor's elements, found and checked in one look at torch's tensor or numpy's array."""
+    """Where the elements of a torch tensor or numpy array lie; the constructor checks that they can be moved from there."""
 
     __slots__ = ("pointer", "strides", "device", "nbytes")
 
     def __init__(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
-        of: Any = type(tensor)
-        if not _is_torch(of):
+        tensor_type: Any = type(tensor)
+        if not _is_torch(tensor_type):
             if not hasattr(tensor, "__array_interface__"):
-                raise _wrong(rank, name, f" is a {of.__name__}: register torch tensors or numpy arrays, or push it")
+                raise _wrong(rank, name, f" is a {tensor_type.__name__}: register torch tensors or numpy arrays, or push it")
             self.pointer: int = tensor.__array_interface__["data"][0]
             strides = tensor.strides
             if any(stride % itemsize or stride < 0 for stride in strides):
@@ -536,7 +539,7 @@ class _View:
             self.strides: tuple[int, ...] = tuple(stride // itemsize for stride in strides)
             self.device: Any = None
         else:
-            self._look_at_torch(name, tensor, itemsize, rank)
+            self._read_torch(name, tensor, itemsize, rank)
         span = 1
         for n, stride in zip(tensor.shape, self.strides):
             if n == 0:
@@ -554,7 +557,7 @@ class _View:
         if self.pointer == 0:
             raise _wrong(rank, name, f" is a {type(tensor).__name__} without memory", FailedPrecondition)
 
-    def _look_at_torch(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
+    def _read_torch(self, name: str, tensor: Any, itemsize: int, rank: int) -> None:
         self.device = tensor.device
         if self.device.type == "meta":
             raise _wrong(rank, name, " is on device meta: it has no memory", FailedPrecondition)
@@ -594,6 +597,7 @@ class _Collector:
         self._memory: dict[tuple[Any, ...], str] = {}
 
     def add(self, held: _BoundShard) -> None:
+        """Checks a shard, and adds it as a box or as a cast."""
         shard = held.shard
         name, tensor = shard.name, shard.tensor
         if shard.addition is not None:
@@ -624,7 +628,7 @@ class _Collector:
         self.layout.boxes.append(Box(index, offset, extent, view.strides, self._memory_of(name, tensor, view, held), 0))
 
     def check_ties(self) -> None:
-        """Checks that the name that has the boxes of a tied tensor is among the names."""
+        """Checks that the name to which a tensor is tied exists."""
         for name, kept in self._tied.items() if isinstance(self._tied, Mapping) else ():
             if name in self._tensors and kept not in self._tensors:
                 raise _wrong(self._rank, name, f" is tied to '{kept}', which is not there")
@@ -637,7 +641,7 @@ class _Collector:
                 raise _wrong(self._rank, name, f" has shards at offsets {overlap[0]} and {overlap[1]} that overlap")
 
     def check_complete(self) -> None:
-        """Checks that a single rank has every tensor as a whole."""
+        """Checks that this rank, the only one, holds every tensor whole."""
         for spec in self.layout.tensors:
             boxes = self._boxes.get(spec.name)
             held = sum(prod(extent) for _, extent in boxes) if boxes else 0
@@ -656,7 +660,7 @@ class _Collector:
         return partial(_begin, additions) if additions else None
 
     def _demand(self, held: _BoundShard, delivered: str, extent: tuple[int, ...]) -> None:
-        """Notes what the cast takes. Tied tensors count as well, as a rank with an empty shard can't tell that they are."""
+        """Notes how much memory the cast takes. Tied tensors count too, because a rank with an empty shard can't see that they are tied."""
         shard = held.shard
         nbytes = None if shard.largest is None else shard.largest * DTYPES[delivered].itemsize
         ranges = extent[1:] == tuple(shard.shape[1:]) if shard.ranges is None else shard.ranges
@@ -690,13 +694,13 @@ class _Collector:
             raise _wrong(self._rank, name, why)
         return index
 
-    def _box_of(self, name: str, shape: tuple[int, ...], tensor: Any, said: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _box_of(self, name: str, shape: tuple[int, ...], tensor: Any, given: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         extent = tuple(tensor.shape)
-        offset = (0,) * len(shape) if said is None else tuple(said)
+        offset = (0,) * len(shape) if given is None else tuple(given)
         if not len(extent) == len(offset) == len(shape):
             raise _wrong(self._rank, name, f" of shape {shape} has a shard of shape {extent} at offset {offset}: the numbers of dimensions differ")
-        for n, at, whole in zip(extent, offset, shape):
-            if at < 0 or at + n > whole:
+        for n, begin, whole in zip(extent, offset, shape):
+            if begin < 0 or begin + n > whole:
                 raise _wrong(self._rank, name, f" of shape {shape} has a shard of shape {extent} at offset {offset}, which is not within it")
         return offset, extent
 
@@ -734,8 +738,8 @@ def flat_shards(module: Any) -> list[Shard]:
     """This rank's shards of the parameters of a model that FSDP1 wraps: views of its flat parameters, for `collect`.
 
     Tied parameters beyond the first, and parameters of which this rank holds nothing, are listed without a tensor. Parameters
-    that FSDP ignores are whole, on every rank. Registered, the list is made again where a flat parameter's memory moved, as it
-    does when a framework offloads it, or where the module's parameters were replaced. Raises InvalidArgument if no submodule is wrapped.
+    that FSDP ignores are whole, on every rank. Once it is registered, the list is made again where a flat parameter's memory moved, as
+    when a framework offloads it, or where the module's parameters were replaced. Raises InvalidArgument if no submodule is wrapped.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -763,17 +767,19 @@ def flat_shards(module: Any) -> list[Shard]:
 def _local_of(handle: Any) -> Any:
     """What this rank holds of a flat parameter."""
     flat = handle.flat_param
-    # FSDP1 names the shard with the first forward pass; until then the flat parameter is nothing else.
+    # FSDP1 sets _local_shard in the first forward pass; until then the flat parameter is the shard.
     return getattr(flat, "_local_shard", flat.data) if handle.uses_sharded_strategy else flat.data
 
 
 def _clean(name: str) -> str:
+    """A parameter's name without what wrappers added to it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def _of_unit(prefix: str, unit: Any) -> Iterator[Shard]:
+    """The shards of the parameters of one FSDP unit, as views of its flat parameter."""
     handle = unit._handle
     flat = handle.flat_param
     sharded = handle.uses_sharded_strategy
@@ -785,7 +791,7 @@ def _of_unit(prefix: str, unit: Any) -> Iterator[Shard]:
     for fqn, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos):
         name = _clean(prefix + fqn)
         shapes[fqn] = tuple(shape)
-        # A bound for the unit, of which each tensor has its share: which rank holds most of a tensor does not matter.
+        # The tensor's share of a bound for the unit: it is equal on all ranks, whichever rank holds most of the tensor.
         largest = -(-prod(shape) * local.numel() // total)
         if not info.in_shard:
             yield Shard(name, tuple(shape), None, None, local.dtype, (0, 1), largest, True)
@@ -805,7 +811,7 @@ def _join(module: str, parameter: str) -> str:
 
 # ---- casts and additions ----
 
-_ALIGNMENT = 64  # each tensor in a room of cast shards begins at a multiple of this
+_ALIGNMENT = 64  # each cast shard that is kept begins at a multiple of this
 
 STAGING = ("auto", "whole", "push")
 
@@ -814,10 +820,10 @@ class Addition(Protocol):
     """Something that is added to the elements of a tensor on their way to the engines."""
 
     def begin(self) -> None:
-        """Called on every rank before each refit, in the order in which the tensors are registered: it may communicate."""
+        """Every rank calls this before each refit, in the order in which the tensors are registered: it may communicate."""
 
     def write(self, target: Any, source: Any, offset: Sequence[int]) -> None:
-        """Writes into `target` the sum of `source`, a box that begins at `offset` in the global tensor, and what is added there.
+        """Writes into `target` the sum of `source`, a box that begins at `offset` in the global tensor, and the same box of the addition.
 
         Both are torch tensors of the box's extent, of any strides; `target` has the dtype to deliver.
         """
@@ -865,7 +871,7 @@ class Cast:
 
 @dataclass
 class Demand:
-    """The memory that a tensor's cast takes on the rank that holds the most of the tensor. All ranks decide by this number.
+    """The memory that a tensor's cast takes on the rank that holds the most of the tensor. All ranks decide by this.
 
     `nbytes`: of the cast elements; None where a rank can't know. `ranges`: every rank's boxes are ranges of the row-major tensor.
     """
@@ -879,8 +885,8 @@ def plan(
 ) -> tuple[list[Box], CastPush | None]:
     """The boxes of casts that are kept whole, and the pushes of the others.
 
-    `demands`: of all tensors that are cast on some rank, by name. `alone`: this is the only trainer rank, so that no other must
-    agree. Raises InvalidArgument where the casts fit neither way.
+    `demands`: of all tensors that are cast on some rank, by name. `alone`: whether this is the only trainer rank, with
+    which no other must agree. Raises InvalidArgument where the casts fit neither way.
     """
     if staging not in STAGING:
         raise InvalidArgument(f"staging is {staging!r}, {', '.join(map(repr, STAGING))} are possible", culprit="staging")
@@ -914,7 +920,7 @@ def _pushed(casts: Sequence[Cast], demands: Mapping[str, Demand], staging: str, 
             "staging_bytes, on every rank",
             tensor=unknown,
         )
-    # A shard of columns would be pushed row by row, each a bucket of its own: it is kept whole.
+    # A shard of columns would be pushed row by row, each row a bucket of its own: it is kept whole.
     columns = {name: nbytes for name, nbytes in needed.items() if not demands[name].ranges}
     if sum(columns.values()) > staging_bytes:
         first = next(iter(columns))
@@ -928,6 +934,7 @@ def _pushed(casts: Sequence[Cast], demands: Mapping[str, Demand], staging: str, 
 
 
 def _staged_whole(casts: Sequence[Cast]) -> list[Box]:
+    """Makes memory for all these casts, which each refit fills; returns their boxes in it."""
     offsets = []
     end = 0
     for cast in casts:
@@ -944,12 +951,12 @@ def _staged_whole(casts: Sequence[Cast]) -> list[Box]:
 
 @dataclass
 class _Room:
-    """The room of all cast shards that are kept whole."""
+    """The memory of all cast shards that are kept whole."""
 
     casts: Sequence[Cast]
     offsets: Sequence[int]
     nbytes: int
-    # The room's tensors on the host, made for the address that fill() was given last.
+    # The tensors in the memory, made for the address that fill() got last.
     address: int = 0
     targets: list[Any] = field(default_factory=list)
 
@@ -961,7 +968,7 @@ class _Room:
         return self._on_device(device, label)
 
     def _on_device(self, device: Any, label: str) -> HostMemory | DeviceMemory:
-        """Memory on the device for the cast shards. Each refit asks `refresh` for its address first, and `refresh` casts the shards."""
+        """Memory on the device for the cast shards. Each refit first calls `refresh` for the address, and `refresh` casts the shards."""
         import torch
 
         room = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -983,7 +990,7 @@ class _Room:
         self._cast_into(self.targets)
 
     def _targets_in(self, room: Any) -> list[Any]:
-        return [room[at : at + cast.nbytes].view(torch_dtype(cast.dtype)).view(cast.source.shape) for cast, at in zip(self.casts, self.offsets)]
+        return [room[o : o + cast.nbytes].view(torch_dtype(cast.dtype)).view(cast.source.shape) for cast, o in zip(self.casts, self.offsets)]
 
     def _cast_into(self, targets: Sequence[Any]) -> None:
         import torch
@@ -1010,7 +1017,7 @@ class CastPush:
     def push(self, update: Update) -> None:
         """Pushes what this rank supplies, cast on the way into the slots.
 
-        Of several ranks that hold the same elements one supplies a tensor: its name says which.
+        Of several ranks that hold the same elements, the checksum of the tensor's name chooses the rank that supplies them.
         """
         for cast in self._casts:
             index, count = cast.replica
@@ -1019,8 +1026,8 @@ class CastPush:
                     update.push(cast.name, _source(cast, offset, tensor), shape=cast.shape, start=start)
 
 
-def _source(cast: Cast, at: Sequence[int], tensor: Any) -> Source:
-    """A source of the elements of a box at `at` in the global tensor, in row-major order, cast when they are copied."""
+def _source(cast: Cast, begin: Sequence[int], tensor: Any) -> Source:
+    """A source of the elements of a box at `begin` in the global tensor, in row-major order, cast when they are copied."""
 
     def copy(target: HostBytes | DeviceBytes, start: int, count: int) -> None:
         import torch
@@ -1030,7 +1037,7 @@ def _source(cast: Cast, at: Sequence[int], tensor: Any) -> Source:
             # Boxes are views, whatever the strides; a flattened tensor might be a copy of all of it.
             for offset, extent in range_boxes(tensor.shape, start, count):
                 elements = tensor[tuple(slice(first, first + n) for first, n in zip(offset, extent))]
-                cast.write(room[: elements.numel()].view(extent), elements, [a + b for a, b in zip(at, offset)])
+                cast.write(room[: elements.numel()].view(extent), elements, [a + b for a, b in zip(begin, offset)])
                 room = room[elements.numel() :]
 
     return Source(DTYPES[cast.dtype], tuple(tensor.shape), tensor.numel(), copy, 0, tensor)
@@ -1043,12 +1050,12 @@ def _ranges(shape: Sequence[int], offset: Sequence[int], source: Any) -> Iterato
     if not shape:
         yield 0, (), source.reshape(1)
         return
-    # The outermost dimension such that the box has all of those inside of it.
+    # The outermost dimension inside of which the box is as large as the tensor.
     dim = len(shape) - 1
     while dim and source.shape[dim] == shape[dim]:
         dim -= 1
     strides = row_major(shape)
     first = sum(o * s for o, s in zip(offset, strides))
     for indices in product(*(range(n) for n in source.shape[:dim])):
-        at = [*(o + i for o, i in zip(offset, indices)), *offset[dim:]]
-        yield first + sum(i * s for i, s in zip(indices, strides)), at, source[tuple(slice(i, i + 1) for i in indices)]
+        begin = [*(o + i for o, i in zip(offset, indices)), *offset[dim:]]
+        yield first + sum(i * s for i, s in zip(indices, strides)), begin, source[tuple(slice(i, i + 1) for i in indices)]

@@ -21,7 +21,7 @@ from ..layout.memory import resolve
 PAUSES = ("keep", "wait", "abort")
 CACHES = ("reset", "keep")
 PROOFS = ("report", "require", "off")  # what is unproved is reported or refused; or the proof does not run
-# Room for what can't be delivered in place. A model of which more must be processed is refused by name.
+# The default of Settings.arena_bytes.
 ARENA_BYTES = 8 << 30
 
 
@@ -36,13 +36,14 @@ class Settings:
     `pause`: what happens to requests in flight: "keep" freezes them and goes on after the update, "wait" lets them end first, "abort"
     ends them.
     `cache`: "reset" drops the prefix, encoder and multi-modal caches at each update, "keep" keeps them.
-    `arena_bytes`: the most memory that a rank spends on tensors that can't be delivered in place.
+    `arena_bytes`: the most memory that a rank spends on tensors that can't be delivered in place; a model that needs more is
+    refused by name.
     `proof`: whether the forward is proved to read what is written (refitd.serving.proof) when a rank first attaches: "report" refuses or processes what
-    fails, and tells what is unproved; "require" refuses what is unproved too; "off" runs nothing.
+    fails, and reports what is unproved; "require" refuses what is unproved too; "off" runs nothing.
     `logits`: a folder, the same for all engines of the group: after each commit, before the engine goes on, the logits of fixed tokens are
-    compared with those that the first engine of the same shape to commit left there; None: they are not.
+    compared with those that the first engine of the same shape to commit left there; None: nothing is compared.
     `wait_seconds`: for the daemon and the group to appear, when a rank attaches.
-    `reattach_seconds`: how long a daemon that went away is looked for.
+    `reattach_seconds`: how long a rank tries to attach again after its daemon was lost.
     """
 
     group: str = ""
@@ -60,11 +61,11 @@ class Settings:
     reattach_seconds: float = 600.0
 
     @classmethod
-    def of(cls, said: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Settings of `said`, else of the environment. Raises InvalidArgument that names the field."""
+    def of(cls, given: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ) -> Settings:
+        """Settings of `given`, else of the environment. Raises InvalidArgument that names the field."""
         values: dict[str, Any] = {}
         for field in fields(cls):
-            value: Any = (said or {}).get(field.name)
+            value: Any = (given or {}).get(field.name)
             if value is None or value == "":
                 value = environment.get(f"REFITD_{field.name.upper()}")
             if value is None or value == "":
@@ -85,7 +86,7 @@ class Settings:
 
     @classmethod
     def of_server(cls, logger: logging.Logger) -> Settings | None:
-        """Settings of a server's environment; without an instance there, host and process name it. None, and a warning, where no group is said."""
+        """Settings of a server's environment; without an instance there, host and process name it. None, and a warning, without a group."""
         made = cls.of()
         if not made.group:
             logger.warning("refitd: REFITD_GROUP is not set, so that nothing drives updates here")
@@ -102,7 +103,7 @@ class Settings:
         return {name: "" if value is None else value for name, value in values.items()}
 
     def checked(self) -> Settings:
-        """This, if group and instance are said; else raises InvalidArgument."""
+        """Returns this object. Raises InvalidArgument where group or instance is missing."""
         for name in ("group", "instance"):
             if not getattr(self, name):
                 raise InvalidArgument(f"{name} is not said: set REFITD_{name.upper()}, or pass it in the init info", culprit=name)
@@ -131,13 +132,13 @@ def read_manifest(source: str) -> list[TensorSpec]:
             raise InvalidArgument(
                 f"{source} has no *.safetensors file to read tensors' names, dtypes and shapes from: set REFITD_MANIFEST", culprit=source
             )
-        listed = [entry for file in files for entry in _header(file).items()]
+        listed = [entry for file in files for entry in _read_header(file).items()]
     elif path.suffix == ".safetensors":
-        listed = list(_header(path).items())
+        listed = list(_read_header(path).items())
     elif path.is_file():
-        listed = list(_json(path).items())
+        listed = list(_read_json(path).items())
     else:
-        listed = _of_hub(source)
+        listed = _read_hub(source)
     specs: dict[str, TensorSpec] = {}
     for name, entry in listed:
         if name in specs:
@@ -160,7 +161,7 @@ def _spec(source: str, name: str, entry: Any) -> TensorSpec:
     return TensorSpec(name, resolve(DTYPES.get(dtype, dtype), f"{source}: tensor '{name}'").name, shape)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         made = json.loads(path.read_bytes())
     except ValueError as error:
@@ -170,7 +171,7 @@ def _json(path: Path) -> dict[str, Any]:
     return made
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= MAX_HEADER_BYTES:
@@ -183,7 +184,8 @@ def _header(path: Path) -> dict[str, Any]:
     return dict(made)
 
 
-def _of_hub(name: str) -> list[tuple[str, Any]]:
+def _read_hub(name: str) -> list[tuple[str, Any]]:
+    """The tensors of a model on the Hugging Face hub: (name, {"dtype", "shape"})."""
     try:
         from huggingface_hub import get_safetensors_metadata
     except ImportError:

@@ -68,7 +68,7 @@ class Snapshot:
 
 
 def changes(module: Any, before: Snapshot) -> list[str]:
-    """Says in words what post-processing did to the module that may keep its kernel from reading what a loader writes later."""
+    """The changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later."""
     after = Snapshot.of(module)
     found = []
     for name in sorted(before.tensors.keys() | after.tensors.keys()):
@@ -79,7 +79,7 @@ def changes(module: Any, before: Snapshot) -> list[str]:
             found.append(f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}")
         elif was[4] != now[4]:
             found.append(f"the bytes of '{name}' were changed")
-    # On a CPU delivery in place moves a parameter's memory into a region: a view that was taken before stays with the old memory.
+    # On a CPU a view may hold a copy: delivery in place moves the parameter into a region, and the view keeps the old memory.
     held = [t for t in (*module.parameters(), *module.buffers()) if t is not None]
     own = {t.untyped_storage().data_ptr() for t in held if t.device.type != "cpu"}
     same = {id(t) for t in held}
@@ -93,14 +93,14 @@ def changes(module: Any, before: Snapshot) -> list[str]:
     return found
 
 
-def _attributes(thing: Any) -> dict[str, Any]:
-    """The attributes that are no parameters, buffers or submodules; kept, so that no other object takes the place of one."""
-    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
+def _attributes(owner: Any) -> dict[str, Any]:
+    """The attributes that are no parameters, buffers or submodules: the objects, so that no later object gets the id of one."""
+    return {name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
 
 
 def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
-    """Why `value` may hold a copy of weights; None if everything that it reaches was seen, and its tensors are those with ids `same` or
-    lie in storages `own`."""
+    """Why `value` may hold a copy of weights; None if everything that it reaches was seen, and each tensor there has an id in `same` or a
+    storage in `own`."""
     import torch
 
     queue: list[Any] = [value]
@@ -124,6 +124,7 @@ def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
 
 
 def _reached(item: Any) -> Iterable[Any] | None:
+    """The objects that `item` refers to; None: they can't be seen."""
     if isinstance(item, (list, tuple, set, frozenset)):
         return list(item)
     if isinstance(item, dict):
@@ -161,10 +162,10 @@ UNPROVED = "is post-processed, and the load format is not 'refitd', which would 
 
 @dataclass
 class Prepacked:
-    """A module whose kernel reads a copy that post-processing makes of its parameters, and of nothing else.
+    """A module whose kernel reads a copy, which post-processing makes of the module's parameters alone.
 
     `filled`: by the parameter's name in the module, the tensor in the loader's format that the daemon writes: the module's own
-    parameter where that has this format, else memory beside it. `beside`: the bytes of the latter.
+    parameter where that has this format, else memory beside it. `beside`: the bytes of such memory.
     """
 
     name: str
@@ -179,7 +180,7 @@ class Delivery:
 
     `direct`, `constant`: names of parameters and buffers. `processed`: by name, why. `padded`: parameters whose rows beyond the
     vocabulary no tensor fills. `ignored`: tensors of the checkpoint that the model does not want. `arena`: by name, the
-    checkpoint's tensors that processed modules need, in memory of their own; `prepacked`: those processed modules that do without.
+    checkpoint's tensors that processed modules need, in memory of their own; `prepacked`: the processed modules that need no arena.
     """
 
     direct: list[str]
@@ -197,12 +198,12 @@ class Delivery:
     derived: list[str] = field(repr=False)  # names of parameters that attention layers make of other modules' parameters
     proof: Proof | None = None  # None: it was not asked for
     places: Places | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
-    # Names that the engine's loader passes over since another name's memory is theirs, and that name.
+    # By a name that the engine's loader passes over, the name of the tensor whose memory it shares.
     tied_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def arena_bytes(self) -> int:
-        """The bytes that are there for the delivery alone."""
+        """The bytes of memory that only the delivery needs."""
         return sum(int(tensor.nbytes) for tensor in self.arena.values()) + sum(entry.beside for entry in self.prepacked)
 
     def summary(self) -> dict[str, Any]:
@@ -241,13 +242,13 @@ def decide(
     why = _reasons(model, held, inside)
     why.update({entry.name: reason for entry in held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
     captured = _capture(model, manifest, held, inside, processed=lambda name: False)
-    # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with one.
+    # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with a processed one.
     module_of = {entry.name: id(entry.module) for entry in held}
     modules = {module_of[name] for name in (*captured.processed, *why)}
-    _refuse(_beyond_loading(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
+    _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
     sources = _sources(captured, module_of)
     while True:
-        names = {name for name, of in sources.items() if of & modules}
+        names = {name for name, targets in sources.items() if targets & modules}
         more = set().union(*(sources[name] for name in names)) - modules if names else set()
         if not more:
             break
@@ -258,7 +259,7 @@ def decide(
         names = {name for name in names if sources[name] & (modules - prepacked)}
     else:
         prepacked = set()
-    return _conclude(model, manifest, held, captured, modules, prepacked, names, why, arena_bytes, device, inside)
+    return _delivery_of(model, manifest, held, captured, modules, prepacked, names, why, arena_bytes, device, inside)
 
 
 def _reason_in(failed: Mapping[str, str], name: str) -> str:
@@ -267,7 +268,7 @@ def _reason_in(failed: Mapping[str, str], name: str) -> str:
 
 
 def _prepackable(held: Sequence[_Entry], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
-    """The processed modules that only prepack parameters, each of which is boxes of tensors that no reloaded module needs."""
+    """The processed modules that only prepack their parameters, and share no tensor of the checkpoint with a module that is reloaded."""
     entries: dict[int, list[_Entry]] = {}
     for entry in held:
         entries.setdefault(id(entry.module), []).append(entry)
@@ -278,7 +279,7 @@ def _prepackable(held: Sequence[_Entry], captured: Any, sources: dict[str, set[i
     }
     found -= set().union(*(sources[name] for name in captured.cast if name in sources))
     while True:
-        shared = set().union(*(of for of in sources.values() if of & (modules - found))) & found
+        shared = set().union(*(targets for targets in sources.values() if targets & (modules - found))) & found
         if not shared:
             return found
         found -= shared
@@ -318,7 +319,7 @@ def _reasons(model: Any, held: Sequence[_Entry], inside: Any) -> dict[str, str]:
     methods = {id(module.quant_method) for module in model.modules() if hasattr(module, "quant_method")}
     for name, module in model.named_modules():
         if id(module) in methods:
-            continue  # some are modules: what they get counts as a change of the module that they serve
+            continue  # a quantisation method that is a module: its changes count as those of the module that it serves
         changed = (evident or {}).get(id(module), [])
         reprocessed = getattr(module, "quant_method", None) is not None or inside.is_attention(module)
         if changed and not reprocessed:
@@ -335,6 +336,7 @@ def _reasons(model: Any, held: Sequence[_Entry], inside: Any) -> dict[str, str]:
 
 
 def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], inside: Any, processed: Any) -> Any:
+    """Runs the loader dry with parameters in its format. Raises FailedPrecondition where post-processing removed one of them."""
     import torch
 
     from ..layout.capture import capture
@@ -350,7 +352,7 @@ def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry],
             loaded[entry.name] = found
         onto = {entry.name: entry.tensor for entry in held if entry.name in loaded}
         # Parameters that post-processing removed: loaders fill them, and their modules are processed. Attention layers remove their scales
-        # once they keep them elsewhere; where the checkpoint has any, the tensor is refused as one that is copied to no parameter.
+        # once they keep them elsewhere; a scale that the checkpoint has is refused, as a tensor that is copied to no parameter.
         known = {id(tensor) for tensor in loaded.values()}
         for prefix, module in model.named_modules():
             if inside.is_attention(module):
@@ -376,27 +378,26 @@ def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
     return found
 
 
-def _beyond_loading(captured: Any, module_of: dict[str, int], modules: set[int]) -> dict[str, str]:
-    """The unsupported tensors, with the reasons.
-
-    A tensor that the loader only casts is left out if its modules are processed: there the loader runs.
-    """
+def _undeliverable(captured: Any, module_of: dict[str, int], processed_modules: set[int]) -> dict[str, str]:
+    """Why tensors can't be delivered, by name. A tensor whose only obstacle is a cast is deliverable if all its modules are processed,
+    because their reload runs the loader, which casts."""
     return {
         name: why
         for name, why in captured.unsupported.items()
-        if name not in captured.cast or not {module_of[parameter] for parameter in captured.cast[name]} <= modules
+        if name not in captured.cast or not {module_of[parameter] for parameter in captured.cast[name]} <= processed_modules
     }
 
 
 def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None:
+    """Raises FailedPrecondition that names the first of `refused`, unless there is none."""
     if refused:
         first = next(iter(refused))
         raise FailedPrecondition(f"{len(refused)} {what}: '{first}' {refused[first]}", culprit=f"{kind} '{first}'")
 
 
 def _tied_modules(model: Any) -> list[Any]:
-    """Modules that are post-processed and whose parameter is another's, an output layer that is tied to the embedding: vLLM's reload
-    leaves them as they are, since it loads no tensor for them. Raises FailedPrecondition where doing that again is not safe."""
+    """Post-processed modules whose parameter is another module's, such as an output layer that is tied to the embedding: vLLM's reload
+    passes them over, because it loads no tensor for them. Raises FailedPrecondition where post-processing one again is not safe."""
     evident: dict[int, list[str]] | None = getattr(model, ATTRIBUTE, None)
     first: dict[int, Any] = {}
     found = []
@@ -417,7 +418,7 @@ def _tied_modules(model: Any) -> list[Any]:
     return found
 
 
-def _conclude(
+def _delivery_of(
     model: Any,
     manifest: Sequence[TensorSpec],
     held: Sequence[_Entry],
@@ -436,7 +437,7 @@ def _conclude(
     arena must have. `why`: by parameter, why its module can't be written in place.
     """
     module_of = {entry.name: id(entry.module) for entry in held}
-    _refuse(_beyond_loading(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
+    _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
     _refuse(
         {name: "is a scale that the model ignores" for name in captured.ignored if name.rpartition(".")[2].endswith(("scale", "scale_inv", "zero_point", "zp"))},
         "tensors of the checkpoint would be lost",
@@ -484,9 +485,9 @@ def _conclude(
 
 
 def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]) -> dict[str, str]:
-    """Output layers that the engine's loader passes over since the embedding's memory is theirs, and that embedding's name.
+    """By output layer that the engine's loader passes over, because it shares the embedding's memory, the embedding's name.
 
-    A trainer whose output layer is another would have its values dropped: the daemon compares them with the embedding's.
+    The daemon compares the values of both: those of a trainer's separate output layer would be dropped.
     """
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         return {}
@@ -524,7 +525,7 @@ def _check_room(total: int, arena_bytes: int, processed: dict[str, str]) -> None
 
 
 def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set[int]) -> list[Prepacked]:
-    """The modules with ids `prepacked`, with memory for what the daemon writes; pages of it that nobody wrote take no memory."""
+    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written."""
     import torch
 
     from ..layout.capture import _span
@@ -581,8 +582,8 @@ DELIVERIES = "delivery by the engine's own loader"
 @dataclass
 class Steps:
     """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose arena does not reach every parameter, before the
-    first version is committed. `process`: brings what the arena has into the modules. `load`: puts tensors there by the engine's own loader;
-    returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it is not."""
+    first version is committed. `process`: brings what the arena has into the modules. `load`: loads tensors by the engine's own loader;
+    returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it can't be."""
 
     inside: Any
     try_out: Callable[[Delivery], None]
@@ -630,16 +631,17 @@ def zero_padding(model: Any, made: Delivery) -> None:
 
 
 def _is_processed_again(model: Any, name: str) -> bool:
-    """Whether the engine post-processes the parameter's module: to load any other anew changes nothing but the parameter."""
+    """Whether the engine post-processes the parameter's module; otherwise a reload does no more than to write the parameter."""
     return getattr(model.get_submodule(name.rpartition(".")[0]), "quant_method", None) is not None
 
 
 def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Proof:
+    """Runs the forward proof, and, unless the weights must be kept (`clean`), delivers random versions 1 and 2, and 2 by the engine's loader."""
     own = [name for entry in made.prepacked for name in (f"{entry.name}.{own}" for own in entry.filled)]
     names = [*(name for name in made.direct if name not in own), *made.derived]
     try:
         probe = steps.probe()
-    except Exception as error:  # another version of the engine may have another inside
+    except Exception as error:  # the inside of another version of the engine may differ
         return Proof(unproved=dict.fromkeys((*names, *made.processed), f"can't be told: {type(error).__name__}: {error}"))
     deliver = partial(_deliver, made, device, steps)
     why = "the engine serves its checkpoint, which would be lost" if clean else ""
@@ -657,13 +659,13 @@ def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: A
     if why:
         prover.proof.unproved.update({DELIVERIES: why, **{name: why for name in processed}})
         return prover.proof
-    first, derived = prover.states(processed.values()), _digests(model, made.derived)
+    before, derived = prover.states(processed.values()), _digests(model, made.derived)
     deliver(2)
     ours = prover.states(processed.values())
-    prover.compare_processed(first, ours, processed)
-    same = [name for name, before in _digests(model, made.derived).items() if derived[name] == before]
+    prover.compare_processed(before, ours, processed)
+    same = [name for name, found in _digests(model, made.derived).items() if derived[name] == found]
     prover.proof.failed.update(dict.fromkeys(same, "is made of other parameters, and is the same after another version was delivered"))
-    deliver(1)  # what the loader does not reach is not of its version then
+    deliver(1)  # so that what the loader does not reach differs from version 2
     try:
         passed_over = steps.load(made, ((spec.name, proof.values(spec, 2, device)) for spec in manifest))
     except Exception as error:
@@ -689,6 +691,7 @@ def _digests(model: Any, names: Iterable[str]) -> dict[str, int]:
 
 
 def _deliver(made: Delivery, device: Any, steps: Steps, seed: int) -> None:
+    """Delivers the made-up tensors of `seed` as the daemon would."""
     proof.deliver(made.tensors, made.boxes, lambda spec: proof.values(spec, seed, device))
     steps.process(made)
 
@@ -705,7 +708,7 @@ def tensors_of(layer: Any) -> dict[str, Any]:
 
 
 def keep_memory(layer: Any, before: dict[str, Any]) -> None:
-    """Puts what post-processing made into the memory that CUDA graphs know. `before`: tensors_of(layer) until then."""
+    """Puts what post-processing made into the memory that captured CUDA graphs read. `before`: tensors_of(layer) until then."""
     import torch
 
     now = tensors_of(layer)
@@ -719,6 +722,7 @@ def keep_memory(layer: Any, before: dict[str, Any]) -> None:
 
 
 def synchronise(device: Any) -> None:
+    """Waits for the device's queued work."""
     if device.type != "cpu":
         import torch
 

@@ -1,6 +1,6 @@
-"""Lets an engine take new weights when the trainer refits, with no call to the engine from outside; and routes that tell how it stands.
+"""Lets an engine take new weights when the trainer refits, with no call to the engine from outside; and routes that show its status.
 
-The driver is one more rank of the engine's instance, after the workers', with no weights. So it gets Prepare itself, pauses the engine,
+The driver is one more rank of the engine's instance, after the workers' ranks, without weights. So it gets Prepare itself, pauses the engine,
 lets the workers' ranks answer, and is ready last; the daemon writes nothing before. Under vLLM's external launcher each process has a driver,
 which is a rank of its own. What to do when is decided by `Lifecycle`; the driver carries it out through `Controls`.
 
@@ -10,9 +10,8 @@ An HTTP server made with FastAPI gets these routes, and the version as a header 
     GET /refitd/version              {"version": ...}
     GET /refitd/status               the status
 
-`Lifecycle` is the life of an inference engine whose weights change, as a state machine: what happens goes in, what is to be done comes out. It does
-nothing by itself, and reads no clock: the driver tells it what happened, and carries its actions out one after the other, in their order. Not
-thread-safe.
+`Lifecycle` is the life of an inference engine whose weights change, as a state machine: it takes what happened, and returns actions. It does nothing
+by itself, and reads no clock: the driver calls a method for what happened, and carries out the actions in their order. Not thread-safe.
 
     state       serves  ready   left by
     serving     yes     yes     prepare -> pausing;   sleep -> asleep;   lost (weights not good) -> dirty
@@ -50,7 +49,7 @@ logger = logging.getLogger("vllm.refitd")
 ATTACH_SECONDS = 2.0
 # How much later than to the driver Prepare may come to a worker.
 PREPARE_SECONDS = 30.0
-# Between two tries to attach after an error, at first and at most.
+# The pause between two tries to attach after an error: the first, and the longest.
 RETRY_SECONDS = (1.0, 30.0)
 
 
@@ -67,7 +66,7 @@ class Controls(Protocol):
 
     def write(self, version: int, reset_caches: bool) -> None:
         """Drops the caches if asked for, then starts and makes a weight update on all ranks. Returns when the version is in place on
-        all of them; what is left to finish is done by the next call at the latest. Raises where the caches stay, before any rank is
+        all ranks; the next call at the latest finishes the update. Raises where the caches stay, before any rank is
         ready, or where a rank could not take the version."""
 
     def sleep(self, level: int) -> None: ...
@@ -92,9 +91,8 @@ class Driver:
         drivers: int = 1,
     ) -> None:
         """`world_size`: of the workers' ranks. `index`: of this driver among the instance's `drivers`. `clean`: whether the engine started
-        from a checkpoint. `device`: the type in torch of the device with the engine's weights. `patient`: whether attaching is tried again
-        after any error, which `status` then tells; else it is for as long as daemon and group are not there, and at most for
-        settings.wait_seconds. Attaches nothing yet."""
+        from a checkpoint. `device`: the type in torch of the device with the engine's weights. `patient`: tries to attach again after any
+        error, which `status` shows; else only while daemon or group is absent, for at most settings.wait_seconds. Attaches nothing yet."""
         self.settings = settings.checked()
         self.machine = Lifecycle(pause=settings.pause, reset_caches=settings.cache == "reset", clean=clean)
         self.last_pause_seconds: float | None = None
@@ -172,33 +170,34 @@ class Driver:
         return True
 
     def _next(self, member: Engine | None, seconds: float) -> Event | Error | None:
-        """The next event, or the error that ended the lease; None where there was none within `seconds`, or soon where nothing is attached."""
+        """The next event, or the error that ended the lease; None: no event came within `seconds`, or nothing is attached."""
         if member is None:
             self._closed.wait(min(seconds, 0.05))
             return None
         try:
-            return member._next_unless(self._closed, seconds)
+            return member._next_or_none(self._closed, seconds)
         except Closed:
             return None
         except Error as error:
             return error
 
     def _take(self, member: Engine, event: Event | Error) -> None:
+        """Carries out what the event calls for; an event of a member that was detached calls for nothing."""
         with self._lock:
             if isinstance(event, Error):
                 self._do(self.machine.write_failed(f"the lease ended: {event}"))
             elif self._member is member:
-                self._do(self._told(event))
+                self._do(self._actions_for(event))
 
     def sleep(self, level: int) -> None:
         """Puts the engine to sleep, after an update that runs."""
         with self._lock:
             self._do(self.machine.sleep(level))
 
-    def weights_went(self) -> None:
-        """Says that a sleeping engine no longer has its weights: after it wakes up, it waits for the next version."""
+    def weights_discarded(self) -> None:
+        """The weights of a sleeping engine were discarded: after it wakes up, it waits for the next version."""
         with self._lock:
-            self._do(self.machine.weights_went())
+            self._do(self.machine.weights_discarded())
 
     def wake(self) -> None:
         """Wakes the engine up, and attaches it anew."""
@@ -217,7 +216,7 @@ class Driver:
         threading.Thread(target=self.serve, name="refitd-driver", daemon=True).start()
 
     def serve(self) -> None:
-        """Starts, and steps until close(): for a thread of its own. What fails is logged, and tried again."""
+        """Starts, and steps until close(): for a thread of its own. Logs what fails, and tries it again."""
         started = False
         while not self._closed.is_set():
             try:
@@ -231,7 +230,7 @@ class Driver:
 
     # ---- inside ----
 
-    def _told(self, event: Event) -> list[Action]:
+    def _actions_for(self, event: Event) -> list[Action]:
         if isinstance(event, Prepare):
             self._prepare = event
             return self.machine.prepare(event.version)
@@ -249,6 +248,7 @@ class Driver:
             queue.extend(self._act(queue.popleft()))
 
     def _act(self, action: Action) -> list[Action]:
+        """Carries out one action; returns those that its result calls for."""
         machine, controls = self.machine, self._controls
         if isinstance(action, Pause):
             self._paused_at = time.monotonic()
@@ -280,6 +280,7 @@ class Driver:
         return []
 
     def _register(self, dirty: bool) -> list[Action]:
+        """Attaches all ranks; tries again after errors, as `patient` allows."""
         pause = RETRY_SECONDS[0]
         deadline = time.monotonic() + self.settings.wait_seconds
         while not self._closed.is_set():
@@ -312,7 +313,7 @@ class Driver:
             world_size=self._world_size + self._drivers,
             held_owner=self._owner,
             trainer_identity=settings.trainer_identity,
-            # A group's engine ranks are all on GPUs or none. This one holds nothing, so that any GPU will do.
+            # A group's engine ranks are all on GPUs or none. This rank holds nothing, so that any GPU will do.
             device=devices.any_of(self._device),
             dirty=dirty,
             catch_up=False,  # like the workers' ranks
@@ -342,17 +343,17 @@ class Driver:
         """Lets the workers take the version, while this rank answers and takes the outcome."""
         member = self._member
         assert member is not None
-        heard: list[Event | Exception] = []
-        hears = threading.Thread(target=self._hear_outcome, args=(member, version, heard), name="refitd-outcome", daemon=True)
-        hears.start()
+        outcomes: list[Event | Exception] = []
+        awaits = threading.Thread(target=self._await_outcome, args=(member, version, outcomes), name="refitd-outcome", daemon=True)
+        awaits.start()
         failure: Exception | None = None
         try:
             self._controls.write(version, reset_caches)
         except Exception as error:
             failure = error
             self._fail(version, f"vLLM could not take it: {error}")
-        hears.join()
-        outcome = heard[0]
+        awaits.join()
+        outcome = outcomes[0]
         if isinstance(outcome, Committed):
             if failure is None:
                 self._incarnation, self._owner = outcome.incarnation, outcome.owner
@@ -364,20 +365,21 @@ class Driver:
             return self.machine.lost(outcome.weights is Weights.CLEAN, outcome.reason)
         return self.machine.write_failed(f"the outcome of version {version} is not known: {outcome}")
 
-    def _hear_outcome(self, member: Engine, version: int, heard: list[Event | Exception]) -> None:
+    def _await_outcome(self, member: Engine, version: int, outcomes: list[Event | Exception]) -> None:
+        """Answers Prepare, and appends the outcome of the update, or why it is not known."""
         try:
             try:
                 member.ready(version)
             except FailedPrecondition:
-                pass  # it ended before; its outcome comes all the same
-            while not heard:
-                event = member._next_unless(self._closed, None)
+                pass  # the update ended before; its outcome comes all the same
+            while not outcomes:
+                event = member._next_or_none(self._closed, None)
                 if event is None:
                     raise Closed("the driver was closed")
                 if isinstance(event, (Committed, Aborted, Lost)):
-                    heard.append(event)
+                    outcomes.append(event)
         except Exception as error:
-            heard.append(error)
+            outcomes.append(error)
 
 
 Value = TypeVar("Value")
@@ -418,10 +420,10 @@ class Follower:
         failures = processes.all(None if failure is None else str(failure))
         if failure is not None:
             raise failure
-        for index, said in enumerate(failures):
-            if said is not None:
+        for index, reason in enumerate(failures):
+            if reason is not None:
                 driver.close()
-                raise FailedPrecondition(f"process {index} did not attach: {said}", culprit=f"process {index}")
+                raise FailedPrecondition(f"process {index} did not attach: {reason}", culprit=f"process {index}")
 
     def poll(self, seconds: float = 0.0) -> int | None:
         """Takes updates that are due, waiting up to `seconds` for the first to begin; returns the version here."""
@@ -435,15 +437,15 @@ class Follower:
         while True:
             here = self.driver.version if self.driver.ready() else None
             remaining = deadline - time.monotonic()
-            said = self._processes.all((here, remaining < 0))
-            if here is not None and all(theirs is not None and theirs >= version for theirs, _ in said):
+            states = self._processes.all((here, remaining < 0))
+            if here is not None and all(theirs is not None and theirs >= version for theirs, _ in states):
                 return here
-            if any(late for _, late in said):
+            if any(late for _, late in states):
                 raise TimeoutError(f"version {version} did not come within {timeout_seconds} s: {self.driver.status()}")
             self._take_update(min(1.0, max(0.0, remaining)))
 
     def _take_update(self, seconds: float) -> bool:
-        """Takes the update that begins within `seconds`, in all processes where one of them has got it; returns whether there was one."""
+        """Takes the update that begins within `seconds`, in all processes if one of them has got it; returns whether one began."""
         begun = any(self._processes.all(self.driver.begins(seconds)))
         if begun and self.driver.begins(PREPARE_SECONDS):
             self.driver.step(0.0)
@@ -455,7 +457,7 @@ class Follower:
 
 
 def update_info(version: int) -> dict[str, Any]:
-    """For the workers, to whom Prepare comes when it comes to the driver."""
+    """What the workers need to take `version`, whose Prepare the driver has got."""
     return {"version": version, "wait_seconds": PREPARE_SECONDS}
 
 
@@ -464,7 +466,7 @@ HEADER = b"x-refitd-version"
 
 
 def add_routes(app: Any, driver_of: DriverOf) -> None:
-    """Adds routes and header to a server that has not started. `driver_of`: None where nothing drives updates, or not yet."""
+    """Adds routes and header to a server that has not started. `driver_of`: returns None where no driver is there, or not yet."""
     from fastapi import APIRouter
     from fastapi.responses import JSONResponse
 
@@ -547,8 +549,8 @@ class Pause:
 
 @dataclass(frozen=True)
 class Write:
-    """Drop what was computed with the weights before, prefix cache and encoder cache, where `reset_caches` says so; then let all ranks
-    say that they are ready, and take the version. Answer with written(), aborted(), lost() or write_failed().
+    """With `reset_caches`, drop what was computed with the weights before, prefix cache and encoder cache; then let all ranks answer that
+    they are ready, and take the version. Answer with written(), aborted(), lost() or write_failed().
 
     The caches go first: nothing is computed before Resume, and a failure to drop them then ends an update that wrote nothing."""
 
@@ -566,7 +568,7 @@ class Refuse:
 
 @dataclass(frozen=True)
 class SetVersion:
-    """Let the engine tell this version from now on."""
+    """Let the engine's answers name this version from now on."""
 
     version: int
 
@@ -604,10 +606,10 @@ Action = Union[Pause, Write, Refuse, SetVersion, Resume, Register, Unregister, S
 
 
 class Lifecycle:
-    """One engine's life. Every method that tells what happened returns the actions that it calls for.
+    """One engine's life. Every method for what happened returns the actions that this calls for.
 
-    `pause`: the mode of Pause. `reset_caches`: whether caches go with each version. `clean`: whether the weights, before any version,
-    are whole: those of a checkpoint, not random ones.
+    `pause`: the mode of Pause. `reset_caches`: whether each version drops the caches. `clean`: whether the weights before any
+    version are those of a checkpoint, not random ones.
     """
 
     def __init__(self, *, pause: str = "keep", reset_caches: bool = True, clean: bool = False) -> None:
@@ -619,7 +621,7 @@ class Lifecycle:
         self.reason = "" if clean else "no version has come yet"  # why it is dirty or refused
         self.state = State.SERVING if clean else State.DIRTY
         self._updating: int | None = None
-        self._paused = False  # whether all that was asked for of Pause and Resume ends with a Pause that was carried out
+        self._paused = False  # whether the last of all Pause and Resume is a Pause, and was carried out
         self._generates = clean
         self._pause_is_last = False  # whether the last of all Pause and Resume that were asked for is a Pause
         self._pauses = 0  # asked for and not answered
@@ -641,14 +643,14 @@ class Lifecycle:
 
     @property
     def behind(self) -> int:
-        """How many newer versions began that this engine does not hold. One that was given up everywhere counts as well: an engine
+        """How many newer versions began that this engine does not hold. A version that was given up everywhere counts as well: an engine
         does not get the outcome of a version that it lost."""
         return len(self._announced)
 
     # ---- what happens ----
 
     def start(self) -> list[Action]:
-        """The engine is there. Dirty weights are not served before the first version."""
+        """The engine has started. Dirty weights are not served before the first version."""
         return [*self._stop_serving(), *self._register()]
 
     def registered(self) -> list[Action]:
@@ -704,7 +706,7 @@ class Lifecycle:
     def aborted(self, version: int, dirty: bool, reason: str = "") -> list[Action]:
         """The update was lost; `dirty`: the weights may be torn."""
         if dirty:
-            self._soil(reason or f"version {version} was lost while it was written")
+            self._mark_dirty(reason or f"version {version} was lost while it was written")
         if self._updating != version:
             return self._stop_serving() if dirty else []
         if self.state is State.PAUSING:
@@ -715,16 +717,16 @@ class Lifecycle:
     def write_failed(self, reason: str) -> list[Action]:
         """A rank could not take what was committed, or does not know the outcome: all attach anew, as dirty. An engine that was to sleep
         after the update attaches when it wakes up: until then its memory is not written."""
-        self._soil(reason)
+        self._mark_dirty(reason)
         self.attached = False
         actions = self._settle()
         return actions if self.state is State.ASLEEP else [*actions, *self._unregister(), *self._register()]
 
-    def lost(self, good: bool, reason: str = "") -> list[Action]:
-        """The daemon went away. `good`: the weights are whole all the same."""
+    def lost(self, clean: bool, reason: str = "") -> list[Action]:
+        """The daemon was lost. `clean`: the weights are of one version all the same."""
         self.attached = False
-        if not good or (self.state is State.WRITING and not self.clean):
-            self._soil(reason or "the daemon went away before the outcome was heard")
+        if not clean or (self.state is State.WRITING and not self.clean):
+            self._mark_dirty(reason or "the daemon went away before the outcome was heard")
         if self.state is State.PAUSING:
             self._aborted = True
             return []
@@ -732,12 +734,12 @@ class Lifecycle:
             return self._settle()
         return [] if self.clean else self._stop_serving()
 
-    def reattached(self, good: bool) -> list[Action]:
-        """A daemon is there again, and knows this engine."""
+    def reattached(self, clean: bool) -> list[Action]:
+        """A daemon is there again, and has this engine as a member. `clean`: as in lost()."""
         self.attached = True
-        if good:
+        if clean:
             return []
-        self._soil("the daemon came back and does not hold these weights for good")
+        self._mark_dirty("the daemon came back and does not hold these weights for good")
         return self._stop_serving() if self._updating is None else []
 
     def sleep(self, level: int) -> list[Action]:
@@ -749,12 +751,12 @@ class Lifecycle:
             return []
         return self._fall_asleep(level)
 
-    def weights_went(self) -> list[Action]:
+    def weights_discarded(self) -> list[Action]:
         """The weights of an engine that was put to sleep were discarded afterwards."""
         if self._sleep is not None:
             self._sleep = 2
         elif self.state is State.ASLEEP:
-            self._soil(DISCARDED)
+            self._mark_dirty(DISCARDED)
         return []
 
     def wake(self) -> list[Action]:
@@ -768,7 +770,7 @@ class Lifecycle:
 
     # ---- inside ----
 
-    def _soil(self, reason: str) -> None:
+    def _mark_dirty(self, reason: str) -> None:
         self.clean, self.reason = False, reason
 
     def _settle(self) -> list[Action]:
@@ -799,7 +801,7 @@ class Lifecycle:
         actions: list[Action] = [] if self._paused else self._pause("abort")
         self.state, self.attached, self._sleep = State.ASLEEP, False, None
         if level >= 2:
-            self._soil(DISCARDED)
+            self._mark_dirty(DISCARDED)
         return [*actions, *self._unregister(), Sleep(level)]
 
     def _register(self) -> list[Action]:

@@ -48,8 +48,8 @@ _WORDS = 1 << 24
 
 @dataclass
 class Proof:
-    """What is known. `proved`: parameters whose layers were seen to read them. `failed`: by name, why the layer does not compute with what
-    was written. `unproved`: by name, why that can't be told. `ways`: names of further ways of running the model that were seen to read all."""
+    """What the proof found. `proved`: parameters whose layers were seen to read them. `failed`: by name, why the layer does not compute with what
+    was written. `unproved`: by name, why that can't be told. `ways`: those of Probe.ways that were seen to read all parameters."""
 
     proved: list[str] = field(default_factory=list)
     ways: list[str] = field(default_factory=list)
@@ -79,11 +79,11 @@ class Probe:
     """How a model is run.
 
     `run`: runs all of it on the fixed tokens, and returns logits, or None on ranks that get none. `tokens`: how many these are.
-    `context`: what layers that are run again need around them. `shows_nothing`: of a module with parameters, and of the layer that is run for
-    it, why an output that does not change shows nothing; "": it shows that the parameters are not read. `turn`: this rank among those whose outputs are added up or gathered, and
-    how many these are: one after the other changes its parameters. `agree`: of a set of names, the union of those of all ranks.
-    `keep`: a copy of an argument of layers that is no tensor, and that the model changes as it runs. `ways`: by name, further ways in which the
-    engine runs the whole model, as `run`. `beyond`: by name, those that the probe does not take, and why.
+    `context`: what layers that are run again need around them. `shows_nothing`: given a module and the layer that is run for it, why an
+    unchanged output shows nothing; "": it shows that the module's parameters are not read. `turn`: this rank's place among the ranks that
+    compute outputs together, and their number: they change their parameters one after the other. `agree`: the union of the names that
+    all ranks pass. `keep`: copies an argument of layers that is no tensor, and that the model changes as it runs. `ways`: by name,
+    further ways in which the engine runs the whole model, as `run`. `not_run`: by name, further ways that the probe does not run, and why.
     """
 
     run: Callable[[], Any]
@@ -92,9 +92,9 @@ class Probe:
     shows_nothing: Callable[[Any, Any], str] = lambda module, layer: ""
     turn: tuple[int, int] = (0, 1)
     agree: Callable[[set[str]], set[str]] = lambda names: names
-    keep: Callable[[Any], Any] = lambda thing: thing
+    keep: Callable[[Any], Any] = lambda value: value
     ways: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
-    beyond: Mapping[str, str] = field(default_factory=dict)
+    not_run: Mapping[str, str] = field(default_factory=dict)
 
 
 def union_over(group: Any, names: set[str]) -> set[str]:
@@ -133,9 +133,9 @@ def digest(tensor: Any) -> int:
     rest[: flat.numel() - whole] = flat[whole:]
     total = 0
     for start, words in ((0, aligned.view(torch.int64)), (whole // 8, rest.view(torch.int64))):
-        for at in range(0, words.numel(), _WORDS):
-            part = words[at : at + _WORDS]
-            weights = torch.arange(start + at, start + at + part.numel(), device=part.device, dtype=torch.int64)
+        for offset in range(0, words.numel(), _WORDS):
+            part = words[offset : offset + _WORDS]
+            weights = torch.arange(start + offset, start + offset + part.numel(), device=part.device, dtype=torch.int64)
             weights = (weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
             # The mask drops copies of the sign bit, with which a word and its complement would count the same.
             mixed = part ^ ((part >> 29) & ((1 << 35) - 1))
@@ -177,15 +177,15 @@ def deliver(specs: Sequence[TensorSpec], boxes: Iterable[Box], source: Callable[
         by_tensor.setdefault(box.tensor_index, []).append(box)
     written = []
     with torch.no_grad():
-        for index, its in by_tensor.items():
+        for index, wanted in by_tensor.items():
             tensor = source(specs[index])
-            for box in its:
+            for box in wanted:
                 owner: Any = getattr(box.memory, "owner", None)
                 if owner is None:
                     raise FailedPrecondition(f"tensor '{specs[index].name}' goes to memory that is no tensor's", tensor=specs[index].name)
-                part = tensor[tuple(slice(at, at + n) for at, n in zip(box.offset, box.extent))]
-                first = owner.storage_offset() + box.byte_offset // owner.element_size()
-                owner.data.as_strided(tuple(box.extent), tuple(box.strides), first).copy_(part)
+                part = tensor[tuple(slice(begin, begin + n) for begin, n in zip(box.offset, box.extent))]
+                offset = owner.storage_offset() + box.byte_offset // owner.element_size()
+                owner.data.as_strided(tuple(box.extent), tuple(box.strides), offset).copy_(part)
                 written.append(owner)
     mark_written(written)
 
@@ -195,7 +195,7 @@ def deliver(specs: Sequence[TensorSpec], boxes: Iterable[Box], source: Callable[
 
 @dataclass
 class _Router:
-    """A module that chooses `chosen` of `count` experts for each token. Within `forced` blocks token t gets experts t * chosen + i."""
+    """A module that chooses `chosen` of `count` experts for each token. Within `_forced` blocks token t gets experts t * chosen + i."""
 
     module: Any
     count: int
@@ -203,11 +203,13 @@ class _Router:
     forcing: bool = True
 
     def schedule(self, tokens: int) -> Any:
+        """By token, the experts that it gets in a `_forced` block."""
         import torch
 
         return (torch.arange(tokens)[:, None] * self.chosen + torch.arange(self.chosen)) % self.count
 
     def force(self, module: Any, arguments: Any, output: Any) -> Any:
+        """A forward hook, which makes the router's output choose the scheduled experts."""
         if not self.forcing:
             return None
         if isinstance(output, tuple):
@@ -233,6 +235,7 @@ class _Router:
 
 
 def _routers(model: Any) -> list[_Router]:
+    """The routers of blocks of experts, found by usual names of modules and attributes."""
     found = []
     for parent in model.modules():
         children = dict(parent.named_children())
@@ -244,7 +247,7 @@ def _routers(model: Any) -> list[_Router]:
         count = count or next((v for name in ("output_size", "out_features", "num_experts") if isinstance(v := getattr(router, name, 0), int) and v), 0)
         near = (router, parent, experts, getattr(parent, "config", None), getattr(experts, "moe_config", None))
         names = ("top_k", "num_experts_per_tok", "experts_per_token", "num_selected")
-        chosen = next((v for thing in near for name in names if isinstance(v := getattr(thing, name, None), int) and v > 0), 1)
+        chosen = next((v for part in near for name in names if isinstance(v := getattr(part, name, None), int) and v > 0), 1)
         if count:
             found.append(_Router(router, int(count), min(chosen, int(count))))
     return found
@@ -252,6 +255,7 @@ def _routers(model: Any) -> list[_Router]:
 
 @contextmanager
 def _forced(routers: Iterable[_Router]) -> Iterator[None]:
+    """Within the block, routers send tokens to scheduled experts."""
     handles = [router.module.register_forward_hook(router.force) for router in routers]
     try:
         yield
@@ -260,45 +264,45 @@ def _forced(routers: Iterable[_Router]) -> Iterator[None]:
             handle.remove()
 
 
-def _map(thing: Any, change: Callable[[Any], Any], keep: Callable[[Any], Any] = lambda thing: thing) -> Any:
-    """The same with each tensor changed, within tuples, lists, dicts and named tensors; `keep` makes what is none of these."""
+def _map(value: Any, change: Callable[[Any], Any], keep: Callable[[Any], Any] = lambda value: value) -> Any:
+    """The same value with each tensor changed, within tuples, lists, dicts and named tensors; `keep` makes what is none of these."""
     import torch
 
-    if isinstance(thing, torch.Tensor):
-        return change(thing)
-    if isinstance(thing, (tuple, list)):
-        made = [_map(entry, change, keep) for entry in thing]
-        return type(thing)(*made) if hasattr(thing, "_fields") else type(thing)(made)
-    if type(thing) is dict:
-        return {key: _map(entry, change, keep) for key, entry in thing.items()}
-    if _has_named_tensors(thing):
-        return type(thing)(_map(dict(thing.tensors), change, keep))
-    return keep(thing)
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        made = [_map(entry, change, keep) for entry in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if type(value) is dict:
+        return {key: _map(entry, change, keep) for key, entry in value.items()}
+    if _has_named_tensors(value):
+        return type(value)(_map(dict(value.tensors), change, keep))
+    return keep(value)
 
 
-def _has_named_tensors(thing: Any) -> bool:
-    """Whether it is what passes from one stage of a pipeline to the next: IntermediateTensors of vLLM's, PPProxyTensors of SGLang's."""
-    return isinstance(getattr(thing, "tensors", None), Mapping)
+def _has_named_tensors(value: Any) -> bool:
+    """Whether the value is what passes from one stage of a pipeline to the next: IntermediateTensors of vLLM's, PPProxyTensors of SGLang's."""
+    return isinstance(getattr(value, "tensors", None), Mapping)
 
 
-def _tensors_in(thing: Any) -> list[Any]:
+def _tensors_in(value: Any) -> list[Any]:
     import torch
 
-    if isinstance(thing, torch.Tensor):
-        return [thing]
-    if isinstance(thing, Mapping):
-        return [tensor for entry in thing.values() for tensor in _tensors_in(entry)]
-    if isinstance(thing, (tuple, list)):
-        return [tensor for entry in thing for tensor in _tensors_in(entry)]
-    if _has_named_tensors(thing):
-        return _tensors_in(thing.tensors)
-    if is_dataclass(thing):  # SGLang's logits, and the batch that its layers get
-        return [tensor for entry in fields(thing) for tensor in _tensors_in(getattr(thing, entry.name, None))]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for entry in value.values() for tensor in _tensors_in(entry)]
+    if isinstance(value, (tuple, list)):
+        return [tensor for entry in value for tensor in _tensors_in(entry)]
+    if _has_named_tensors(value):
+        return _tensors_in(value.tensors)
+    if is_dataclass(value):  # SGLang's logits, and the batch that its layers get
+        return [tensor for entry in fields(value) for tensor in _tensors_in(getattr(value, entry.name, None))]
     return []
 
 
 class _NotTried(str):
-    """Why a parameter could not be tried. Any other reason says what its layer's output showed when it was."""
+    """Why a parameter could not be tried. A reason that is a plain str says what its layer's output showed."""
 
 
 class _Calls:
@@ -307,7 +311,7 @@ class _Calls:
     def __init__(self, model: Any, keep: Callable[[Any], Any]) -> None:
         self.got: dict[int, tuple[Any, Any]] = {}
         self._keep = keep
-        self.users: dict[int, Any] = {}  # by module: one that got it as an argument
+        self.users: dict[int, Any] = {}  # by module: another that got the module as an argument
         self._handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in model.modules()]
 
     def _note(self, module: Any, arguments: Any, options: Any) -> None:
@@ -325,7 +329,7 @@ class _Calls:
 
 
 def _useful(tensor: Any, seed: int) -> Any:
-    """The input, or other numbers in place of zeros and of numbers that are no numbers, which would hide what a weight does."""
+    """The input, or random numbers in place of an input of tiny, huge or no numbers, which would hide what a weight does."""
     import torch
 
     if not tensor.dtype.is_floating_point or not tensor.numel() or tensor.dtype.itemsize < 2:
@@ -351,14 +355,14 @@ class _Outputs:
         return any(_differ(a, b, self.noise).any().item() for a, b in zip(self.tensors, other.tensors)) or len(self.tensors) != len(other.tensors)
 
     def rows_differ(self, other: _Outputs, tokens: int) -> Any:
-        """By token, whether the first output differs; None where it has no rows of tokens."""
+        """By token, whether the first output differs; None where that output has no row for each token."""
         if not self.tensors or not self.tensors[0].numel() or self.tensors[0].numel() % tokens or self.tensors[0].shape != other.tensors[0].shape:
             return None
         return _differ(self.tensors[0], other.tensors[0], self.noise).view(tokens, -1).any(1).cpu()
 
 
 def _differ(a: Any, b: Any, noise: float) -> Any:
-    """Where two tensors differ by more than noise. What is no number equals what is no number."""
+    """Where two tensors differ by more than noise. NaN equals NaN."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -377,19 +381,19 @@ class _Entry:
     name: str
     module: Any
     tensor: Any
-    layer: Any  # that is run for it; None: the whole model
+    layer: Any  # the module to run for the parameter; None: the whole model
 
 
 class Prover:
-    """Proves one model, in the state that it is in. Not thread-safe; it serves nothing meanwhile.
+    """Proves one model, in the state that it is in. Not thread-safe; the model must serve nothing meanwhile.
 
         prover = Prover(model, probe, names)
         prover.perturb()                        # proved, failed and unproved parameters in prover.proof
     """
 
     def __init__(self, model: Any, probe: Probe, names: Iterable[str], apart: Iterable[Any] = ()) -> None:
-        """`names`: of parameters and buffers that are written in place. `apart`: modules that are processed although such a parameter is theirs
-        too. Runs the model once; where that fails, all are unproved."""
+        """`names`: of parameters and buffers that are written in place. `apart`: processed modules that share such a parameter.
+        Runs the model once; where that fails, all of `names` are unproved."""
         self.proof = Proof()
         self._model, self._probe = model, probe
         self._apart = {id(module) for module in apart}
@@ -397,7 +401,7 @@ class Prover:
         self._routers = _routers(model)
         self._got: dict[int, tuple[Any, Any]] = {}
         self._users: dict[int, Any] = {}
-        self._useful: set[int] = set()  # layers whose inputs were looked through
+        self._useful: set[int] = set()  # layers whose inputs went through _useful()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._parents: dict[int, list[Any]] = {}
         for parent in model.modules():
@@ -407,7 +411,7 @@ class Prover:
         self._held = list(self._find(set(names))) if self.runs else []
         if not self.runs:
             self.proof.unproved.update(dict.fromkeys(names, self._why))
-        self.proof.unproved.update(self._probe.beyond)
+        self.proof.unproved.update(self._probe.not_run)
         self._tick()
 
     def _tick(self) -> None:
@@ -431,7 +435,7 @@ class Prover:
         return True
 
     def _find(self, names: set[str]) -> Iterator[_Entry]:
-        """The parameters with these names, under each module that has them: a tied one may be copied by one module alone."""
+        """The parameters with these names, under each module that has them: one of the modules alone may copy a tied parameter."""
         wanted = {id(tensor) for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()) if name in names}
         for prefix, module in self._model.named_modules():
             if id(module) in self._apart:
@@ -443,8 +447,8 @@ class Prover:
                 yield _Entry(name, module, tensor, self.layer_of(module))
 
     def layer_of(self, module: Any, itself: bool = True) -> Any:
-        """The module to run for the parameters of `module`: itself, one that got it as an argument, or the nearest around it that was
-        called; None: the whole model."""
+        """The module to run for the parameters of `module`: with `itself`, `module` if it was called, or another that got it as an argument;
+        else the nearest called module around it. None: the whole model."""
         if itself and id(module) in self._got:
             return module
         if itself and id(module) in self._users:
@@ -462,7 +466,7 @@ class Prover:
     # ---- running ----
 
     def outputs(self, layer: Any, noise: float = 0.0) -> _Outputs:
-        """What a layer gives for what it got, and what it left of that. None: the whole model's logits."""
+        """Runs a layer on the inputs that it got; returns its outputs, and the inputs as it left them. None: the whole model's logits."""
         import torch
 
         if layer is None:
@@ -475,7 +479,8 @@ class Prover:
 
     @contextmanager
     def _unforced(self, layer: Any) -> Iterator[None]:
-        """A router that is run for itself shows what it computes."""
+        """Within the block, a `layer` that is a router gives the experts that it computes. Elsewhere _Router.force replaces its output, which
+        would hide its weights."""
         routers = [router for router in self._routers if router.module is layer]
         for router in routers:
             router.forcing = False
@@ -486,6 +491,7 @@ class Prover:
                 router.forcing = True
 
     def _inputs(self, layer: Any) -> Any:
+        """What the layer got when it was recorded, with inputs replaced that would hide its weights."""
         if id(layer) not in self._useful:
             self._useful.add(id(layer))
             seed = crc32(self._names[id(layer)].encode())
@@ -493,7 +499,7 @@ class Prover:
         return self._got[id(layer)]
 
     def steady(self, layer: Any) -> _Outputs:
-        """As outputs(), with the noise from one run to the next."""
+        """As outputs(), with the noise measured between two runs."""
         return self._steady(lambda: self.outputs(layer))
 
     def _steady(self, run: Callable[[], _Outputs]) -> _Outputs:
@@ -510,17 +516,18 @@ class Prover:
     def perturb(self) -> Proof:
         """Changes every parameter, runs its layer, and puts it back. Raises Internal where a digest says that it is not back.
 
-        A parameter that its own layer does not read may be read by another, as a router's bias is by the experts: then what is around the
-        layer is run, with the routes as they are, and at last the whole model. A tied parameter must show in each of its own layers."""
+        A parameter that its own layer does not read may be read by another, as a router's bias is by the experts: then the module around the
+        layer is run, with the routers' own choices, and at last the whole model. A tied parameter must show in each of its own layers."""
         by_name = {held.name: held for held in self._held}
         layers: dict[int, list[_Entry]] = {}
         for held in self._held:
             layers.setdefault(id(held.layer), []).append(held)
         missed: dict[str, str] = {}
         with _forced(self._routers):
-            for its in layers.values():
-                missed.update(self._perturb_layer(its) if its[0].layer is not None else {held.name: "has no layer that was run" for held in its})
-        # All ranks must run alike: what any of them has not seen change, all try in other ways.
+            for entries in layers.values():
+                untried = {held.name: "has no layer that was run" for held in entries}
+                missed.update(untried if entries[0].layer is None else self._perturb_layer(entries))
+        # All ranks must run alike: a parameter of which one rank saw no effect is tried again on all.
         for whole in (False, True):
             again = self._probe.agree({name for name in missed if self._holders(by_name[name]) == 1 and not missed[name].startswith("of experts")})
             for name in sorted(again & by_name.keys())[:MAX_WIDER_RUNS]:
@@ -534,16 +541,16 @@ class Prover:
         self.proof.failed.update({name: "fails on another rank" for name in failed if name not in self.proof.failed})
         self.proof.proved = sorted(set(self.proof.proved) - failed - self.proof.unproved.keys())
         for way, run in self._probe.ways.items():
-            if why := self._take(run):
+            if why := self._prove_way(run):
                 self.proof.unproved[way] = why
             else:
                 self.proof.ways.append(way)
         self._tick()
         return self.proof
 
-    def _take(self, run: Callable[[], Any]) -> str:
-        """Changes each parameter and runs the whole model in another way; returns why that does not show that each parameter which its layer reads
-        is read there; "": it does."""
+    def _prove_way(self, run: Callable[[], Any]) -> str:
+        """Changes each parameter and runs the whole model by `run`; returns why that does not show that `run` reads every parameter which its
+        layer reads; "": it does."""
         try:
             base = self._steady(lambda: self._outputs_of(run))
         except Exception as error:
@@ -554,7 +561,7 @@ class Prover:
             for turn in range(count):
                 if turn != mine:
                     self._outputs_of(run)
-                elif not base.differ(self._changed(held, [held.tensor.data], lambda: self._outputs_of(run), digest(held.tensor))):
+                elif not base.differ(self._run_changed(held, [held.tensor.data], lambda: self._outputs_of(run), digest(held.tensor))):
                     stale.add(held.name)
         stale = self._probe.agree(stale & set(self.proof.proved))
         return f"shows nothing of {len(stale)} parameters, such as '{min(stale)}'" if stale else ""
@@ -566,13 +573,14 @@ class Prover:
             return _Outputs(_map(_tensors_in(run()), lambda tensor: tensor.clone()), noise)
 
     def _around(self, layer: Any) -> Any:
-        """The nearest module around the layer that was called; None: the whole model."""
+        """The nearest called module around the layer; None: the whole model."""
         return None if layer is None else self.layer_of(layer, itself=False)
 
     def _holders(self, held: _Entry) -> int:
         return sum(1 for other in self._held if other.tensor is held.tensor)
 
     def _judge(self, held: _Entry, why: str) -> None:
+        """Notes the parameter as proved, unproved or failed. `why`: why no output showed that it is read; "": one did."""
         shows_nothing = why and self._probe.shows_nothing(held.module, held.layer)
         if not why:
             self.proof.proved.append(held.name)
@@ -583,16 +591,16 @@ class Prover:
         else:
             self.proof.failed[held.name] = why
 
-    def _perturb_layer(self, its: Sequence[_Entry], forced: bool = True) -> dict[str, str]:
-        """Changes the parameters of one layer one after the other; returns those of which the layer's output shows nothing, with why.
+    def _perturb_layer(self, entries: Sequence[_Entry], forced: bool = True) -> dict[str, str]:
+        """Changes the parameters of one layer one after the other; returns, by name, why the layer's output does not show that one is read.
         `forced`: whether routers send tokens to chosen experts."""
-        layer = its[0].layer
+        layer = entries[0].layer
         try:
             base = self.steady(layer)
         except Exception as error:
             untried = _NotTried(f"can't be told, because its layer can't be run alone: {type(error).__name__}: {error}")
-            return dict.fromkeys((held.name for held in its), untried)
-        return {held.name: why for held in its if (why := self._perturb_parameter(held, base, self._router_of(held) if forced else None))}
+            return dict.fromkeys((held.name for held in entries), untried)
+        return {held.name: why for held in entries if (why := self._perturb_parameter(held, base, self._router_of(held) if forced else None))}
 
     def _perturb_parameter(self, held: _Entry, base: _Outputs, router: _Router | None) -> str:
         """Returns why the layer's output does not show that the parameter is read; "": it does."""
@@ -604,7 +612,7 @@ class Prover:
                 for _ in range(router.chosen if router is not None else 1):
                     self.outputs(held.layer)
             elif router is None:
-                after = self._changed(held, [held.tensor.data], partial(self.outputs, held.layer, base.noise), before)
+                after = self._run_changed(held, [held.tensor.data], partial(self.outputs, held.layer, base.noise), before)
                 if not base.differ(after):
                     why = f"({type(held.module).__name__}) is not read: its layer gives the same with other values there"
             else:
@@ -624,14 +632,15 @@ class Prover:
         return None
 
     def _perturb_experts(self, held: _Entry, router: _Router, base: _Outputs, before: int) -> str:
-        """Changes every chosen-th expert at a time: each of the tokens that go to one of them must change, and no other."""
+        """Changes every `router.chosen`-th expert at a time: exactly the tokens that go to a changed expert must change. Returns why they
+        don't, as _perturb_parameter does."""
         import torch
 
         scheduled = router.schedule(self._probe.tokens)
         stale: set[int] = set()
         strange = changed = False
         for first in range(router.chosen):
-            after = self._changed(held, [held.tensor.data[first :: router.chosen]], partial(self.outputs, held.layer, base.noise), before)
+            after = self._run_changed(held, [held.tensor.data[first :: router.chosen]], partial(self.outputs, held.layer, base.noise), before)
             changed = changed or base.differ(after)
             rows = base.rows_differ(after, self._probe.tokens)
             theirs = scheduled % router.chosen == first
@@ -649,8 +658,9 @@ class Prover:
             return f"of experts {', '.join(map(str, sorted(stale)[:8]))} is not read: tokens that go there give the same with other values"
         return ""
 
-    def _changed(self, held: _Entry, parts: Sequence[Any], run: Callable[[], _Outputs], before: int) -> _Outputs:
-        """What `run` gives with other values in `parts` of the parameter, which has its own, of digest `before`, again afterwards."""
+    def _run_changed(self, held: _Entry, parts: Sequence[Any], run: Callable[[], _Outputs], before: int) -> _Outputs:
+        """What `run` gives with other values in `parts` of the parameter. Puts its own values back, and raises Internal where their digest is
+        not `before`."""
         _flip(parts)
         mark_written([held.tensor])
         try:
@@ -665,7 +675,7 @@ class Prover:
     # ---- delivery both ways ----
 
     def states(self, modules: Iterable[Any] = ()) -> dict[str, _Outputs]:
-        """By name, what the layers of all parameters, and of these modules, give now; and the logits, under ""."""
+        """Runs the layers of all parameters and of `modules`; returns their outputs by the module's name, and the logits under ""."""
         found: dict[str, _Outputs] = {}
         with _forced(self._routers):
             for module in [*(held.module for held in self._held), *modules]:
@@ -681,8 +691,8 @@ class Prover:
         return found
 
     def compare_processed(self, before: Mapping[str, _Outputs], after: Mapping[str, _Outputs], processed: Mapping[str, Any]) -> None:
-        """Notes as failed the processed modules (by name) whose layers give the same after another version was delivered; those that
-        don't run by themselves are unproved."""
+        """Notes as failed the processed modules (by name) whose layers give the same after another version was delivered; modules
+        without a layer that runs by itself are unproved."""
         for name, module in processed.items():
             if name not in before or name not in after:
                 self.proof.unproved[name] = "is processed, and has no layer that runs by itself"
@@ -695,12 +705,12 @@ class Prover:
         self._tick()
 
     def compare_deliveries(self, ours: Mapping[str, _Outputs], theirs: Mapping[str, _Outputs]) -> None:
-        """Notes as failed what computes otherwise after the engine's own loader put the same tensors there."""
+        """Notes as failed the layers that compute otherwise after the engine's own loader loaded the same tensors."""
         wrong = {name for name, outputs in ours.items() if name in theirs and outputs.differ(theirs[name])}
         for name in sorted(self._probe.agree(wrong)):
             if name:
                 self.proof.failed[name] = "computes otherwise with the same tensors from the engine's own loader"
-            elif len(wrong) == 1:
+            elif len(wrong) == 1:  # no layer explains it
                 self.proof.failed["logits"] = "are others with the same tensors from the engine's own loader"
         if "" in theirs and any(not tensor.isfinite().all().item() for tensor in theirs[""].tensors if tensor.dtype.is_floating_point):
             self.proof.unproved["logits"] = "are no finite numbers with made-up tensors"

@@ -1,5 +1,5 @@
 """One rank of an engine, in the process that holds the model, as one rank of a refitd instance. It imports no engine; the backends of
-vLLM and SGLang each hold a Rank, and tell it how a model's delivery is decided and how new weights are processed.
+vLLM and SGLang each hold a Rank, and give it functions that decide a model's delivery and process new weights.
 
 `EngineLoop`: a plain torch or transformers model as an engine: the smallest whole example of what an adapter does.
 
@@ -34,10 +34,10 @@ from .delivery import Delivery, synchronise
 from .proof import Probe, Proof, Prover, token_ids, tokens_for
 
 
-# How long `take` waits for Prepare by default. A trainer that calls the engine itself does so before it begins the update; the driver calls
-# when Prepare has come, and names a shorter time.
+# How long `take` waits for Prepare by default. A trainer that calls the engine itself calls before it begins the update; the driver calls
+# when Prepare has come, and gives a shorter time.
 PREPARE_SECONDS = 120.0
-# A rank waits for the outcome this much longer than Prepare said remains. A daemon that works ends the update earlier.
+# A rank waits for the outcome this much longer than the time that Prepare gave. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
 
 
@@ -50,7 +50,7 @@ def _register(member: Engine, delivery: Delivery) -> None:
 class Rank:
     """Attaches, takes updates, detaches. Not thread-safe: engines call it on the thread that runs the model.
 
-    `clean`: whether the weights are one whole version. `version`: the version of refitd's that they are; None: none.
+    `clean`: whether the weights are one whole version. `version`: refitd's version that the weights are; None: they are none.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Rank:
         process: Callable[[Delivery], None],
         logits: Callable[[], Any] | None = None,
     ) -> None:
-        """`decide`: makes the delivery, once. `process`: brings what the arena got into the modules, after each version. `logits`: runs the
+        """`decide`: makes the delivery, once. `process`: brings the arena's tensors into the modules, after each version. `logits`: runs the
         model on fixed tokens, for Settings.logits."""
         self.clean = clean
         self.version: int | None = None
@@ -142,7 +142,7 @@ class Rank:
         self._await_outcome(member, prepare)
 
     def detach(self) -> None:
-        """The weights stay."""
+        """Detaches; the model keeps its weights."""
         member, self._member = self._member, None
         if member is not None:
             member.close()
@@ -158,8 +158,8 @@ class Rank:
     # ---- inside ----
 
     def _changed(self) -> dict[str, str]:
-        """By name, the model's parameters that are not the memory that the daemon writes, and can't be brought back there. On a GPU captured
-        graphs may read what is there now, so that nothing is brought back (P11)."""
+        """By name, the model's parameters that do not lie in the memory that the daemon writes. On a CPU they are brought back there first, if
+        that can be; on a GPU not, because captured graphs may read the memory that the parameters have now (P11)."""
         places = self.delivery.places if self.delivery is not None else None
         if places is None:
             return {}
@@ -182,9 +182,10 @@ class Rank:
             raise UpdateAborted(f"version {prepare.version}: {why}", culprit=culprit, dirty=error.dirty) from error
 
     def _await_prepare(self, member: Engine, wanted: int | None, wait_seconds: float) -> Prepare:
+        """Waits until an update begins, to version `wanted` if that is not None."""
         deadline = time.monotonic() + wait_seconds
         while True:
-            event = member._next_unless(None, max(0.0, deadline - time.monotonic()))
+            event = member._next_or_none(None, max(0.0, deadline - time.monotonic()))
             if event is None:
                 raise DeadlineExceeded(f"{member.label}: no update{f' to version {wanted}' if wanted is not None else ''} began within {wait_seconds} s")
             if isinstance(event, Prepare) and (wanted is None or event.version >= wanted):
@@ -196,12 +197,13 @@ class Rank:
                 self.clean = False
 
     def _await_outcome(self, member: Engine, prepare: Prepare) -> None:
+        """Waits for the outcome of the update, and brings a committed version in. Raises UpdateAborted, DeadlineExceeded."""
         clean_before = self.clean
         self.clean = False  # until the outcome is known
         event = None
         deadline = time.monotonic() + prepare.remaining_seconds + MARGIN_SECONDS
         while event is None or not isinstance(event, (Committed, Aborted, Lost)):
-            event = member._next_unless(None, max(0.0, deadline - time.monotonic()))
+            event = member._next_or_none(None, max(0.0, deadline - time.monotonic()))
             if event is None:
                 raise DeadlineExceeded(f"{member.label}: no outcome of version {prepare.version} in its time: the weights may be torn")
         if isinstance(event, Committed):
@@ -214,7 +216,7 @@ class Rank:
         raise UpdateAborted(f"version {prepare.version}: {event.reason}", dirty=dirty)
 
     def _bring_in(self, member: Engine, event: Committed) -> None:
-        """An exception leaves the rank dirty; it must attach anew."""
+        """Processes the version. An exception leaves the rank dirty and detached."""
         assert self.delivery is not None and self._settings is not None
         try:
             self._process(self.delivery)
@@ -226,12 +228,13 @@ class Rank:
             raise
 
     def _logits_key(self, member: Engine, event: Committed) -> str:
-        """Names logits that engines of one shape have in common."""
+        """A name for the logits of this version, which are equal in all engines of this shape."""
         shape = f"{member.rank}of{member.world_size}-{device_name(self._device)}"
         return f"{quote(member.group, safe='')}-{quote(shape, safe='')}-{event.incarnation}-{event.version}"
 
 
 def device_name(device: Any) -> str:
+    """The model of the device, as torch names it."""
     if device.type == "cpu":
         return "cpu"
     import torch
@@ -241,16 +244,16 @@ def device_name(device: Any) -> str:
 
 # How often a loop without an event looks whether the model's tensors still have the memory that is registered.
 LOOK_SECONDS = 1.0
-# The same, where registering anew failed, as it does while an update runs.
+# How often it does so after registering anew failed, as it does while an update runs.
 RETRY_SECONDS = 0.02
 
 
 class EngineLoop:
     """A torch module as one rank of an engine, which answers events on a thread until close().
 
-    Thread-safe: any number of threads may be within `use`. Tensors are known by their names in the module: one that was replaced, or
-    whose memory moved, is brought back into the registered memory (on the host) or registered anew between updates. An update is refused,
-    naming the tensor, where neither was possible (P11).
+    Thread-safe: any number of threads may be within `use`. Tensors are known by their names in the module: a tensor that was
+    replaced, or whose memory moved, is brought back into the registered memory (on the host) or registered anew between updates. An update
+    is refused, naming the tensor, where neither was possible (P11).
     """
 
     def __init__(
@@ -278,10 +281,10 @@ class EngineLoop:
             names: By the checkpoint's names, the tensors to fill, of any shape and dtype that trainers send; None: the module's state
                 dict, whose CPU tensors move into memory that the daemon can map (refitd.adopt).
             clean: Whether the model's weights may be used before the first version.
-            probe: Runs the model on 64 fixed tokens, or inputs like these, and returns its output; None: that of a language model of
-                transformers is known. With one, the forward is proved to read what is registered, before this returns
+            probe: Runs the model on 64 fixed tokens, or inputs like these, and returns its output; None: a language model of
+                transformers has a known one. With a probe, the forward is proved to read what is registered, before this returns
                 (refitd.serving.proof): a parameter that it does not read is refused by name.
-            proof: "report" tells in `EngineLoop.proof` what is unproved, "require" refuses it, "off" runs nothing.
+            proof: "report" leaves what is unproved in `EngineLoop.proof`, "require" refuses it, "off" runs nothing.
             device: Where the weights are, as in refitd.Engine; None: where the model's tensors are.
 
         Raises:
@@ -291,7 +294,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._uses = 0
         self._preparing = False
-        self._good = clean
+        self._clean = clean
         self._version: int | None = None
         self._error: Exception | None = None
         self._model = model
@@ -318,7 +321,7 @@ class EngineLoop:
     def version(self) -> int | None:
         """The version that the model holds; None: none of refitd's, or the weights are not whole."""
         with self._changed:
-            return self._version if self._good else None
+            return self._version if self._clean else None
 
     @contextmanager
     def use(self, timeout_seconds: float = 600.0) -> Iterator[int | None]:
@@ -328,8 +331,8 @@ class EngineLoop:
         while the weights were not whole. A block must not begin another: an update between the two would wait for the outer one.
         """
         with self._changed:
-            there = self._changed.wait_for(lambda: self._stopped() or (self._good and not self._preparing), timeout_seconds)
-            if not (self._good and not self._preparing):
+            there = self._changed.wait_for(lambda: self._stopped() or (self._clean and not self._preparing), timeout_seconds)
+            if not (self._clean and not self._preparing):
                 if self._error is not None:
                     raise self._error
                 if there:
@@ -373,6 +376,7 @@ class EngineLoop:
         return dict(self._model.state_dict(keep_vars=True)) if self._views is None else self._views.now()
 
     def _register(self) -> None:
+        """Registers the tensors that the model has now, which on the host first move into memory that the daemon can map."""
         if self._kind is None:
             adopt(self._model)
         tensors = self._tensors()
@@ -402,13 +406,13 @@ class EngineLoop:
             self._places.bring_back()
 
     def _changed_memory(self) -> str:
-        """What in the model is not as it was registered; "": nothing."""
+        """Which tensors of the model have other memory than the registered, as text; "": none."""
         changed = self._places.changed()
         return describe(changed, self.engine.label)[0] + self._refusal if changed else ""
 
     def _register_anew(self) -> None:
-        """Registers what the model has now, where it is not what was registered. Where that can't be, because an update has begun or because
-        the model's tensors are others than trainers send, every update is refused with the reason until it can (P11)."""
+        """Registers the model's tensors again if their memory changed. Where that fails, because an update has begun or because trainers send
+        other tensors, every update is refused with the reason until it succeeds (P11)."""
         with self._changed:
             if self._preparing or self._uses:
                 return
@@ -427,7 +431,7 @@ class EngineLoop:
         return self._error is not None or self.engine.closed
 
     def _holds(self, version: int) -> bool:
-        return self._good and not self._preparing and self._version is not None and self._version >= version
+        return self._clean and not self._preparing and self._version is not None and self._version >= version
 
     def _run(self) -> None:
         try:
@@ -453,14 +457,15 @@ class EngineLoop:
         with self._changed:
             self._preparing = False
             if isinstance(event, Committed):
-                self._good, self._version = True, event.version
+                self._clean, self._version = True, event.version
             elif isinstance(event, Aborted):
-                self._good = self._good and not event.dirty
+                self._clean = self._clean and not event.dirty
             elif isinstance(event, (Lost, Reattached)):
-                self._good = self._good and event.weights is Weights.CLEAN
+                self._clean = self._clean and event.weights is Weights.CLEAN
             self._changed.notify_all()
 
     def _prepare(self, event: Prepare) -> None:
+        """Waits for the uses under way, and answers that the rank is ready, or why it can't be."""
         with self._changed:
             self._preparing = True
             self._changed.notify_all()
@@ -484,7 +489,7 @@ class EngineLoop:
 
 
 def _run_of(model: Any, tokens: int) -> Callable[[], Any] | None:
-    """How a language model of transformers is run on fixed tokens; None for other modules."""
+    """Returns a function that runs a language model of transformers on fixed tokens; None for other modules."""
     config = getattr(model, "config", None)
     vocabulary: Any = getattr(config, "vocab_size", None)
     device = next((tensor.device for tensor in model.parameters()), None)

@@ -5,7 +5,7 @@
 
 vLLM calls `register` in every process through the entry point `vllm.general_plugins`. It adds the weight-transfer backend
 `refitd` (`backend.py`) and the load format `refitd` (`versions.py`). The endpoint plugin `refitd` (`Endpoints`) drives updates
-from the API server, adds the routes of refitd.serving.driver, and tells in answers of the OpenAI routes which versions made their tokens.
+from the API server, adds the routes of refitd.serving.driver, and adds to answers of the OpenAI routes which versions made their tokens.
 
 vLLM labels every token with the version that its engine had when it made the token (`CompletionOutput.weight_versions`, since the
 versions whose `finish_weight_update` takes one), but its OpenAI routes leave that out. Here each choice gets a field
@@ -13,13 +13,13 @@ versions whose `finish_weight_update` takes one), but its OpenAI routes leave th
 the checkpoint's. In a stream the choice's last chunk has it. The counter `refitd_generated_tokens_total` counts by version.
 
 vLLM (0.26 does, 0.23 does not) loads endpoint plugins that VLLM_PLUGINS names: VLLM_PLUGINS=refitd. Where vLLM offers /resume, /sleep and
-/wake_up (its development mode), the plugin stands before them: a dirty engine is not resumed, and a sleeping one is detached and
+/wake_up (its development mode), the plugin takes these calls first: a dirty engine is not resumed, and a sleeping one is detached and
 attaches anew.
 
 Under an external launcher, such as torchrun, each process has an offline LLM of its own with the worker of one rank, all are called alike, and
-generate together by collectives. Such processes must take each version between the same two calls of `generate`: a process that takes one while
-another generates would wait for the other's rank, and the other for its collective. So `Follower` asks, before it acts, what all processes have
-seen.
+generate together by collectives. Such processes must take each version between the same two calls of `generate`: a process that takes a version
+while another generates would wait for the other's rank, and the other for its collective. So `Follower` compares, before it acts, what all
+processes have seen.
 
 vLLM, torch and FastAPI are imported where they are used only.
 """
@@ -59,7 +59,7 @@ def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
         controls, Settings.of(settings), world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config), patient=False,
         index=processes.index, drivers=processes.count,
     )  # fmt: skip
-    controls.stand_before_sleep(driver)
+    controls.replace_sleep(driver)
     return Follower(driver, processes)
 
 
@@ -81,11 +81,11 @@ class Launched(Alone):
         return values
 
     def compare(self, serves: bool, version: int | None) -> None:
-        self.apart = any(said != (True, version) for said in self.all((serves, version)))
+        self.apart = any(theirs != (True, version) for theirs in self.all((serves, version)))
 
 
 class OfflineControls:
-    """The calls to a vllm.LLM, which generates only while `generate` runs: so pausing it means that it takes no request (P2)."""
+    """The calls to a vllm.LLM. It generates only while `generate` runs, so that a paused LLM need only refuse requests (P2)."""
 
     def __init__(self, llm: Any, processes: Alone) -> None:
         self._llm = llm
@@ -100,8 +100,8 @@ class OfflineControls:
 
         llm.llm_engine.add_request = add_request_unless_paused
 
-    def stand_before_sleep(self, driver: Driver) -> None:
-        """From now on `sleep` and `wake_up` of the LLM tell the driver, which detaches before and attaches anew afterwards."""
+    def replace_sleep(self, driver: Driver) -> None:
+        """Lets `sleep` and `wake_up` of the LLM go through the driver, which detaches before and attaches anew afterwards."""
 
         def sleep(level: int = 1, *arguments: Any, **options: Any) -> None:
             if driver.closed or level < 1:  # level 0 keeps all memory
@@ -161,12 +161,12 @@ class OfflineControls:
 PATHS = ("/v1/completions", "/v1/chat/completions")
 # Answers whose spans are kept until they are sent; an answer that a client gave up never takes its spans.
 MAX_ANSWERS = 4096
-# Labels that the counter keeps. With one more, the label that was counted first is removed.
+# How many labels the counter keeps; a further label removes the one that was counted first.
 MAX_VERSIONS = 16
 
 
 class TokenVersions:
-    """The versions of the tokens that one engine client yields, whose outputs this object watches. For the event loop's thread."""
+    """The versions of the tokens that one engine client yields, whose outputs this object watches. The event loop's thread calls it."""
 
     def __init__(self, engine: Any) -> None:
         from prometheus_client import Counter
@@ -192,10 +192,10 @@ class TokenVersions:
             spans = getattr(completion, "weight_versions", None)
             if spans is None:
                 continue
-            told = [{"version": _number(span.version), "start": span.start, "end": span.end} for span in spans]
+            plain = [{"version": _number(span.version), "start": span.start, "end": span.end} for span in spans]
             _, choices = self._answers.setdefault(request_id, (int(getattr(sampling_params, "n", 1) or 1), {}))
-            choices[completion.index] = told
-            for span in told:
+            choices[completion.index] = plain
+            for span in plain:
                 self._count(str(span["version"]), span["end"] - span["start"])
         while len(self._answers) > MAX_ANSWERS:
             self._answers.popitem(last=False)
@@ -208,7 +208,7 @@ class TokenVersions:
         self._counter.labels(label).inc(tokens)
 
     def add_to(self, body: bytes) -> bytes:
-        """The body of an answer, or of a chunk of one, with the spans of the choices that have ended."""
+        """The body of an answer, or of its chunk, with the spans of the choices that have ended."""
         try:
             answer = json.loads(body)
             name, choices = answer["id"], answer["choices"]
@@ -223,15 +223,15 @@ class TokenVersions:
         return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode() if added else body
 
     def _take(self, name: str, index: int) -> list[dict[str, Any]] | None:
-        """vLLM's request ids are the answer's, or that with the number of one of several prompts behind."""
+        """The spans of a choice. vLLM's request ids are the answer's id, followed by the prompt's number where there are several prompts."""
         found = self._answers.get(name)
-        key, of = name, index
+        key, number = name, index
         if found is None:
-            first = self._answers.get(f"{name}-0")
-            n = first[0] if first is not None else 1
-            key, of = f"{name}-{index // n}", index % n
+            of_first_prompt = self._answers.get(f"{name}-0")
+            choices = of_first_prompt[0] if of_first_prompt is not None else 1
+            key, number = f"{name}-{index // choices}", index % choices
             found = self._answers.get(key)
-        return None if found is None else found[1].get(of)
+        return None if found is None else found[1].get(number)
 
 
 def _number(label: str) -> int | None:
@@ -239,7 +239,7 @@ def _number(label: str) -> int | None:
 
 
 class AddTokenVersions:
-    """ASGI middleware. `versions_of`: None until the engine is there."""
+    """ASGI middleware that adds versions to answers. `versions_of`: returns None until the engine is there."""
 
     def __init__(self, app: Any, versions_of: Any) -> None:
         self._app = app
@@ -276,7 +276,7 @@ class AddTokenVersions:
 
 
 def _stream(part: bytes, versions: TokenVersions) -> bytes:
-    """A part of a stream; vLLM sends whole events."""
+    """A part of a stream, with versions added; vLLM sends whole events."""
     if b'"finish_reason":"' not in part:
         return part
     events = part.split(b"\n\n")
@@ -302,6 +302,7 @@ class Endpoints:
         add_routes(app, lambda: self.driver)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Makes the driver and lets it serve; vLLM calls this when its engine client is there."""
         if engine_client is None:
             return
         settings = Settings.of_server(logger)
@@ -320,7 +321,7 @@ class Endpoints:
 
 
 def check_api_servers(config: Any) -> None:
-    """Raises FailedPrecondition where several processes answer for the engine: each would drive it, and know of its own pauses alone."""
+    """Raises FailedPrecondition where several processes answer for the engine: each would drive it, and know only the pauses that it made."""
     count = getattr(config.parallel_config, "_api_process_count", 1)
     if count > 1:
         raise FailedPrecondition(
@@ -347,7 +348,7 @@ class ServerControls:
         self._wait(self._resume())
 
     async def _resume(self) -> None:
-        # The engine carries calls out in the order in which they are sent, so that none waits for the answer of the one before.
+        # The engine carries out calls in the order in which they are sent, so that no call need wait for the answer of an earlier one.
         await asyncio.gather(*self._finishing(), self._engine.resume_generation())
 
     def _finishing(self) -> list[Coroutine[Any, Any, Any]]:
@@ -390,7 +391,7 @@ class ServerControls:
         await asyncio.gather(start, engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     async def _reset_caches(self) -> None:
-        # Requests that were kept are computed anew: their blocks are of the weights before. The three calls go out together.
+        # Requests that were kept are computed anew: their blocks come from the old weights. The three calls go out together.
         prefix, *_ = await asyncio.gather(
             self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             self._engine.reset_mm_cache(),
@@ -407,9 +408,9 @@ class ServerControls:
 
 
 class _Guard:
-    """ASGI middleware in front of routes of vLLM's (its development mode) that would bring random or torn weights before clients, or
-    unmap memory that the daemon writes: /resume is refused unless the weights are whole and no update runs; /sleep and /wake_up
-    detach and attach."""
+    """ASGI middleware in front of routes of vLLM's development mode. /resume is refused unless the weights are whole and no update runs,
+    because clients would get answers of random or torn weights; /sleep and /wake_up detach and attach, because they unmap memory that
+    the daemon writes."""
 
     def __init__(self, app: Any, endpoints: Endpoints) -> None:
         self._app = app

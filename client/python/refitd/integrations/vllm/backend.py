@@ -3,7 +3,8 @@
 vLLM makes it when the model is loaded, and calls it on the worker's own thread:
 
 - `init_transfer_engine` attaches, decides the delivery of every parameter (`delivery.py`) and registers it.
-- `receive_weights` takes one update: it answers Prepare, waits for the outcome, and processes what the arena brought.
+- `receive_weights` takes one update: it answers Prepare, waits for the outcome, and processes what lies in the arena
+  (memory for tensors that can't be written in place).
 - `shutdown` detaches; `init_transfer_engine` may attach anew afterwards.
 
 Ranks: refitd's rank is vLLM's, `data_parallel_index * world_size + rank`, so that all replicas of one server commit together. Where
@@ -11,10 +12,10 @@ replicas have servers of their own (external load balancing), each is an instanc
 instance has one more rank, the last, which registers nothing: the driver (`driver.py`), without which no version commits. Under an external
 launcher each process has a driver.
 
-The model alone is run for refitd.serving.proof on fixed tokens, without requests of clients and captured graphs. Attention that reads weights by
-itself (MLA's copies of `kv_b_proj`, sinks) is run on made-up requests (`Requests`), over caches of their own. Other attention mixes nothing: it
-gives what `_stand_in` says, so that each layer gets something that depends on the layers before. Compiled code is run as a whole, with all
-attention on made-up requests. A pipeline stage is run alone too: what the stages before would give it is made up.
+For refitd.serving.proof the model is run on fixed tokens, without vLLM's scheduler, clients' requests or captured graphs. Attention that reads
+weights by itself (MLA's copies of `kv_b_proj`, sinks) is run on made-up requests (`Requests`), over caches of their own. Other attention is not
+run: `_stand_in` makes a value from its inputs, so that what a layer gets depends on the layers before. Compiled code is run as a whole, with
+all attention on made-up requests. A pipeline stage is run alone too, on made-up outputs of the stages before.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ RefitdInitInfo: Any = make_dataclass("RefitdInitInfo", _FIELDS, bases=(WeightTra
 
 @dataclass
 class RefitdUpdateInfo(WeightTransferUpdateInfo):
-    """`version`: to wait for; None: the next. `wait_seconds`: for the trainer to begin. `detach`: this rank detaches afterwards, however
-    the update ended, for callers that attach it for each. `leave`: this rank only detaches; for versions of vLLM (before 0.27) that have
-    no call for it."""
+    """`version`: the version to take; None: the next. `wait_seconds`: how long the trainer may take to begin. `detach`: this rank detaches
+    afterwards, however the update ended, for callers that attach it for each update. `leave`: this rank only detaches, for vLLM before
+    0.27, which has no call for that."""
 
     version: int | None = None
     wait_seconds: float = PREPARE_SECONDS
@@ -92,6 +93,7 @@ class RefitdBackend(WeightTransferEngine):
         self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
 
     def _make_exportable(self) -> None:
+        """Lets the daemon open weights in memory of vLLM's sleep mode."""
         self.rank.detach()  # no daemon has the old memory
         synchronise(self.device)
         made = make_exportable(self.device.type)
@@ -134,12 +136,12 @@ class RefitdBackend(WeightTransferEngine):
         return self._probe().run()
 
     def _probe(self, required: bool = False) -> Probe:
-        """How the model is run alone. Attention and compiled code on made-up requests have not been tried on a GPU: there only who asks for it gets
-        it (`required`)."""
+        """How the model is run alone. Attention and compiled code on made-up requests have not been tried on a GPU, where they are run
+        only if `required`."""
         return probe_of(self.model, self._vllm_config, self.device, thorough=required or self.device.type == "cpu")
 
     def _process(self, delivery: Delivery) -> None:
-        """Brings what the daemon wrote beside the modules into them. Attention comes last: it reads other modules."""
+        """Brings what the daemon wrote beside the modules into the modules. Attention comes last: it reads other modules."""
         with self._derived(delivery), versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
             if delivery.arena:
                 versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
@@ -147,20 +149,20 @@ class RefitdBackend(WeightTransferEngine):
                 self._process_attention(delivery)
 
     def _load(self, delivery: Delivery, tensors: Iterable[tuple[str, Any]]) -> list[str]:
-        """Puts all of a checkpoint's tensors there as vLLM's own weight updates do; returns the modules that these pass over."""
+        """Loads all of a checkpoint's tensors as vLLM's own weight updates do; returns names of the modules that these pass over."""
         wanted: dict[str, Any] = {}
         seen: set[int] = set()
         for name, layer in self.model.named_modules():
             own = {id(tensor) for tensor in layer._parameters.values() if tensor is not None} - seen
             seen |= own
-            if own and getattr(layer, "quant_method", None) is not None:  # not those whose parameters are all another's
+            if own and getattr(layer, "quant_method", None) is not None:  # not a module whose parameters are all another's
                 wanted[name] = layer
         with self._derived(delivery):
             return versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
 
     @contextmanager
     def _derived(self, delivery: Delivery) -> Iterator[None]:
-        """Around what processes modules: what attention and tied modules derive gets into its old memory."""
+        """Around a block that processes modules: what attention and tied modules derive is put into its old memory."""
         with versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
             yield
@@ -170,7 +172,7 @@ class RefitdBackend(WeightTransferEngine):
                 layer.quant_method.process_weights_after_loading(layer)
 
     def _process_attention(self, delivery: Delivery) -> None:
-        """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without one, this does."""
+        """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without a reload, this does."""
         import torch
 
         evident = getattr(self.model, ATTRIBUTE, None)
@@ -197,8 +199,8 @@ class RefitdBackend(WeightTransferEngine):
 def place(config: Any, instance: str, workers: int = 0) -> tuple[int, int, str]:
     """Rank, number of ranks and instance of a worker, without the driver, from vLLM's parallel config.
 
-    `workers`: of all replicas of the server together, as its driver knows; 0: the config says. A worker of a dense model does not know
-    of other replicas: vLLM tells it that there is one, and only `data_parallel_index` is its own.
+    `workers`: how many ranks all replicas of the server have, as its driver knows; 0: as many as the config has. In a worker of a dense
+    model the config has one replica, whatever the server has, and only `data_parallel_index` tells it from others.
     """
     if by_external_launcher(config):
         return config.rank, config.world_size, instance
@@ -215,7 +217,7 @@ logger = logging.getLogger("refitd.proof")
 
 # Made-up requests: DECODES of them decode one token each after CONTEXT tokens; one more brings all other tokens at once.
 DECODES, CONTEXT = 8, 20
-# Seeds what is made up.
+# The seed of all made-up values.
 _SEED = 1
 _COMPILED = "compiled code"
 
@@ -242,18 +244,18 @@ def probe_of(model: Any, vllm_config: Any, device: Any, thorough: bool = False) 
 
     shows_nothing = partial(_shows_nothing, requests)
     turn = (group.rank_in_group, group.world_size)
-    not_taken = beyond(vllm_config.compilation_config)
+    not_run = ways_not_run(vllm_config.compilation_config)
     ways = {}
-    if thorough and _COMPILED in not_taken and layers:
+    if thorough and _COMPILED in not_run and layers:
         every = Requests.of(layers, vllm_config, tokens, device)
         if every.layers:
-            del not_taken[_COMPILED]
+            del not_run[_COMPILED]
             ways[_COMPILED] = partial(run, partial(_alone, model, vllm_config, every, compiled=True), every)
-    return Probe(run, tokens, alone, shows_nothing, turn, partial(union_over, group), ways=ways, beyond=not_taken)
+    return Probe(run, tokens, alone, shows_nothing, turn, partial(union_over, group), ways=ways, not_run=not_run)
 
 
-def beyond(compilation: Any) -> dict[str, str]:
-    """By name, ways in which this engine runs its model that a probe does not take, and why."""
+def ways_not_run(compilation: Any) -> dict[str, str]:
+    """By name, ways in which this engine runs its model that the probe does not run, and why."""
     found = {}
     mode = getattr(compilation, "mode", getattr(compilation, "level", None))
     if mode:
@@ -278,7 +280,7 @@ def _of_earlier_stages(model: Any, vllm_config: Any, tokens: int, device: Any) -
 class Requests:
     """Made-up requests for the attention layers `layers` (by name). The first DECODES decode one token each, the last brings the other tokens.
 
-    `metadata`, `slots`: by layer, what vLLM's attention gets of a step. `positions`: of all tokens.
+    `metadata`, `slots`: by layer, what vLLM's attention gets for a step. `positions`: of all tokens.
     """
 
     def __init__(self, layers: Mapping[str, Any], vllm_config: Any, tokens: int, device: Any) -> None:
@@ -308,7 +310,7 @@ class Requests:
 
     @classmethod
     def of(cls, layers: Mapping[str, Any], vllm_config: Any, tokens: int, device: Any) -> Requests:
-        """For these attention layers; for none where they can't be run so."""
+        """Requests for these attention layers; for none of them where they can't be run on made-up requests."""
         try:
             with current_config(vllm_config):
                 return cls(layers, vllm_config, tokens, device)
@@ -330,7 +332,7 @@ class Requests:
 
 
 def _blocks_of(new: list[int], whole: list[int], size: int, device: Any) -> tuple[int, Any, Any]:
-    """How many blocks the requests take, the first of which is nobody's; the table of their blocks; the slots of their new tokens."""
+    """How many blocks there are, of which the first belongs to no request; the table of their blocks; the slots of their new tokens."""
     import torch
 
     counts = [-(-n // size) for n in whole]
@@ -343,6 +345,7 @@ def _blocks_of(new: list[int], whole: list[int], size: int, device: Any) -> tupl
 
 
 def _common_metadata(new: list[int], whole: list[int], table: Any, slots: Any, positions: Any) -> Any:
+    """vLLM's description of one step, with the fields that its version has."""
     import torch
 
     try:
@@ -381,6 +384,7 @@ def _cache_like(layer: Any, blocks: int, count: int) -> Any:
 
 @contextmanager
 def _alone(model: Any, vllm_config: Any, requests: Requests, compiled: bool = False) -> Iterator[None]:
+    """Around a run of the model without vLLM's scheduler: attention layers without a request give what `_stand_in` makes."""
     import torch
     from vllm.forward_context import get_forward_context, set_forward_context
 

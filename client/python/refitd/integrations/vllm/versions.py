@@ -1,5 +1,5 @@
 """All that differs between versions of vLLM (0.22 to 0.33), and every name that this package takes from vLLM's inside, but for those by which
-a model is run alone (`backend.py`).
+the proof runs a model (`backend.py`).
 
 The load format `refitd`: an engine starts with random weights, reads no checkpoint, and gets its first version from refitd.
 
@@ -31,19 +31,20 @@ from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Snapshot, changes
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
+    """Makes the class a weight-transfer backend of vLLM, in this process, under `name`."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     if name not in Factory._registry:  # a second registration raises, and vLLM may load plugins more than once
         Factory.register_engine(name, module, class_name)
 
 
-# A tag for `wake_up` of vLLM's, which then leaves the scheduler paused.
+# A tag with which vLLM's `wake_up` leaves the scheduler paused.
 STAY_PAUSED = "refitd:stay-paused"
 
 
 def let_wake_up_stay_paused() -> None:
-    """Teaches vLLM's engine core, in the process that runs it, the tag STAY_PAUSED: its `wake_up` resumes the scheduler by itself, also
-    over weights that sleep of level 2 discarded. A pause that is sent beside the call may come before it, or a step too late."""
+    """Makes vLLM's engine core, in the process that runs it, take the tag STAY_PAUSED. By itself `wake_up` resumes the scheduler, also over
+    weights that sleep of level 2 discarded; a pause that is sent beside that call may come before it, or a step too late."""
     from vllm.v1.engine.core import EngineCore
 
     original = EngineCore.wake_up
@@ -69,12 +70,13 @@ def _do_nothing() -> None:
 
 def check_awake(awake: Any) -> None:
     """Raises FailedPrecondition unless `wake_up` with STAY_PAUSED, which returned `awake`, woke the engine. Versions whose `wake_up`
-    tells nothing return None."""
+    has no result return None."""
     if awake is False:
         raise FailedPrecondition("vLLM's engine core did not wake up: the plugin refitd is not loaded in its process (VLLM_PLUGINS)")
 
 
 def register_load_format() -> None:
+    """Adds the load format `refitd` to vLLM in this process."""
     from vllm.model_executor import model_loader
 
     if "refitd" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
@@ -85,8 +87,8 @@ def register_load_format() -> None:
 def init_arguments(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """(parallel config, vLLM's config or None) of a backend's constructor: until 0.24 it got (parallel_config, model), since 0.25
     (vllm_config, device, model)."""
-    first = arguments[0]
-    return (first, None) if len(arguments) == 2 else (first.parallel_config, first)
+    config = arguments[0]
+    return (config, None) if len(arguments) == 2 else (config.parallel_config, config)
 
 
 def layer_info(layer: Any) -> Any:
@@ -125,7 +127,7 @@ class LoaderFormat:
 
 
 def _unwrap_loader(tensor: Any) -> None:
-    """Gives a parameter its own loader back. A reload leaves vLLM's wrapper there, which loads nothing outside of a reload."""
+    """Gives a parameter its own loader back. A reload leaves vLLM's wrapper in its place, which loads nothing outside of a reload."""
     loader: Any = getattr(tensor, "weight_loader", None)
     own = loader
     while getattr(own, "__name__", "") == "online_process_loader" and hasattr(own, "__wrapped__"):
@@ -135,7 +137,7 @@ def _unwrap_loader(tensor: Any) -> None:
 
 
 def is_tied(model: Any, module: Any, name: str) -> bool:
-    """Whether the module's own parameter, before LoaderFormat, is one that another module has as well."""
+    """Whether another module has the module's own parameter (that before LoaderFormat) as well."""
     kernel = layer_info(module).kernel_tensors[0].get(name)
     return kernel is not None and sum(
         1 for other in model.modules() for tensor in layer_info(other).kernel_tensors[0].values() if tensor is kernel
@@ -146,8 +148,8 @@ def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[s
     """Loads `tensors`, in the checkpoint's format, as vLLM's own weight updates do: each layer is filled in the loader's format,
     post-processed, and copied into its old storage. Layers that get no tensor keep theirs.
 
-    `wanted`: by name, the layers that must be post-processed. Returns those that were not: their loader writes past what vLLM counts, so
-    that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one.
+    `wanted`: by name, the layers that must be post-processed. Returns the layers that were not: their loader writes past what vLLM
+    counts, so that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one of them.
     """
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -175,8 +177,8 @@ def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[s
 
 
 def _let_experts_prepack(layers: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """Makes mixtures of experts on a CPU prepack again: vLLM's prepack only while they have no kernel, which is on the first load.
-    Returns the kernels that were there."""
+    """Makes mixtures of experts on a CPU prepack again: vLLM prepacks them only while they have no kernel, on the first load.
+    Returns the kernels that they had."""
     kernels = []
     for layer in layers:
         method: Any = getattr(layer, "quant_method", None)
@@ -193,12 +195,12 @@ def only_prepacks(layer: Any) -> bool:
 
 @contextmanager
 def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
-    """Post-processes layers that only prepack, as after they were loaded: their kernels then read a new copy of the parameters, which
-    are given in the loader's format. Within the block the layers have what post-processing left of these, for attention layers that
-    read them; afterwards, also after an exception, the parameters that they had before.
+    """Post-processes layers that only prepack, as after they were loaded: their kernels then read a new copy of the given parameters,
+    which have the loader's format. Within the block the layers have what post-processing left of these parameters, for attention layers
+    that read them; afterwards, also after an exception, the parameters that they had before.
 
-    An embedding whose output layer is another module has a packed copy that nobody reads; where the output layer is the embedding
-    itself, it is read. So embeddings are prepacked when their copy is first read.
+    The packed copy of an embedding is read only where the embedding is the output layer as well. So embeddings are prepacked when their
+    copy is first read.
     """
     before = []
     try:
@@ -244,8 +246,8 @@ def is_vocabulary(layer: Any) -> bool:
 
 
 def weights_of_sleep_mode() -> list[tuple[int, int, int, int]]:
-    """The allocations of weights that vLLM's allocator of sleep mode has mapped on NVIDIA's GPUs: of each the device's number, bytes, address,
-    and where the driver's handle is kept, a CUmemGenericAllocationHandle. [] without sleep mode."""
+    """The allocations of weights that vLLM's allocator of sleep mode has mapped on NVIDIA's GPUs: for each the device's number, bytes, address,
+    and the place where the driver's handle (CUmemGenericAllocationHandle) is kept. [] without sleep mode."""
     module = sys.modules.get("vllm.device_allocator.cumem")
     allocator = None if module is None else module.CuMemAllocator.instance
     if allocator is None:
@@ -314,7 +316,7 @@ def loader_class() -> Any:
 
     class RefitdModelLoader(DummyModelLoader):
         def load_weights(self, model: Any, model_config: Any) -> None:
-            # A checkpoint leaves as they are the buffers that it does not have, and the parameters that attention layers have for scales.
+            # Loading a checkpoint changes neither buffers that it lacks, nor the parameters that attention layers have for scales.
             kept = [tensor for layer in model.modules() for tensor in layer._buffers.values()]
             kept += [tensor for layer in model.modules() if is_attention(layer) for tensor in layer._parameters.values()]
             values = [(tensor, tensor.detach().clone()) for tensor in kept if tensor is not None]
@@ -356,12 +358,12 @@ def make_exportable(device_type: str) -> int:
 
 # ---- what the configuration says ----
 
-# This update tells the workers only to detach.
+# The update by which workers only detach.
 LEAVE = {"leave": True}
 
 
 def by_external_launcher(parallel: Any) -> bool:
-    """Whether the parallel config of vLLM says so. Its world_size then counts data-parallel replicas too, and its rank is of them all."""
+    """Whether an external launcher started vLLM. The config's world_size and rank then count the ranks of all data-parallel replicas."""
     return bool(parallel.distributed_executor_backend == "external_launcher")
 
 
@@ -393,7 +395,7 @@ def check_backend(config: Any) -> None:
         raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
 
 
-# The backend that vLLM made in this worker's process, for frameworks whose own code in the worker does not get it.
+# The backend that vLLM made in this worker's process, for frameworks to whose code in the worker vLLM does not pass it.
 _backend: Callable[[], Any] = lambda: None  # noqa: E731
 
 

@@ -1,0 +1,126 @@
+"""Engines whose weights lie in an arena: versions are staged while the engine serves, and ready() puts them into place."""
+
+import gc
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import refitd  # noqa: E402
+from support import SECONDS, DaemonTest, Server  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16, bias=False))
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(16))
+        self.register_buffer("table", torch.arange(16.0), persistent=False)
+
+    def forward(self, tokens):
+        return self.head(self.layers(self.embed(tokens)) * self.scale) + self.table.sum()
+
+
+def other(seed):
+    torch.manual_seed(seed)
+    return Model().state_dict()
+
+
+class Beside:
+    """Runs a function beside the block, and raises what it raised."""
+
+    def __init__(self, function):
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(function)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._future.result(SECONDS)
+        self._pool.shutdown()
+
+
+class ArenaTest(DaemonTest):
+    def setUp(self):
+        super().setUp()
+        self.source = Model()
+        self.sender = self.trainer()
+        self.sender.register(self.source)
+
+    def adopted(self):
+        model = Model()
+        engine = self.engine()
+        engine.adopt(model)
+        engine.register(model)
+        return model, engine
+
+    def test_tensors_keep_values_addresses_and_ties(self):
+        model = Model()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        engine = self.engine()
+        engine.adopt(model)
+        for name, tensor in model.state_dict().items():
+            self.assertTrue(torch.equal(tensor, before[name]), name)
+        self.assertEqual(model.head.weight.data_ptr(), model.embed.weight.data_ptr())
+        addresses = [parameter.data_ptr() for parameter in model.parameters()]
+        engine.adopt(model)  # there already
+        self.assertEqual(addresses, [parameter.data_ptr() for parameter in model.parameters()])
+        engine.register(model)
+        server = Server(self, engine)
+        for version in range(1, 4):
+            self.source.load_state_dict(other(version))
+            self.sender.refit(version)
+            server.wait_for(refitd.Committed, version)
+            for name, tensor in model.state_dict().items():
+                self.assertTrue(torch.equal(tensor, self.source.state_dict()[name]), name)
+            self.assertEqual(addresses, [parameter.data_ptr() for parameter in model.parameters()])
+            # What no name is registered of is on both sides.
+            self.assertTrue(torch.equal(model.table, torch.arange(16.0)))
+
+    def test_the_engine_serves_its_version_until_ready(self):
+        model, engine = self.adopted()
+        tokens = torch.arange(8)
+        with Beside(lambda: self.sender.refit(1)):
+            before = model(tokens)
+            event = engine.next(SECONDS)
+            self.assertIsInstance(event, refitd.Prepare)
+            self.assertTrue(event.flip)
+            self.assertTrue(torch.equal(model(tokens), before))
+            event.ready()
+            self.assertTrue(torch.equal(model(tokens), self.source(tokens)))
+            self.assertIsInstance(engine.next(SECONDS), refitd.Committed)
+
+    def test_a_rank_that_fails_keeps_its_version(self):
+        model, engine = self.adopted()
+        tokens = torch.arange(8)
+        before = model(tokens)
+        with Beside(lambda: self.assertRaises(refitd.Error, self.sender.refit, 1)):
+            engine.next(SECONDS).fail("not now")
+            event = engine.next(SECONDS)
+            self.assertIsInstance(event, refitd.Aborted)
+            self.assertFalse(event.dirty)
+        self.assertTrue(torch.equal(model(tokens), before))
+
+    def test_an_arena_of_another_engine_is_refused(self):
+        model, _ = self.adopted()
+        with self.assertRaisesRegex(refitd.InvalidArgument, "another engine"):
+            self.engine("b").register(model)
+
+    def test_the_memory_outlives_its_engine(self):
+        model, engine = self.adopted()
+        expected = model(torch.arange(8))
+        engine.close()
+        del engine
+        gc.collect()
+        self.assertTrue(torch.equal(model(torch.arange(8)), expected))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,345 @@
+// Shadowed instances: staged while they serve, flipped when the version is complete.
+#include <catch2/catch.hpp>
+
+#include "daemon/group/group_test_util.h"
+
+namespace refitd {
+namespace {
+
+using Catch::Contains;
+using std::chrono::seconds;
+constexpr auto kOk = absl::StatusCode::kOk;
+constexpr auto kAborted = absl::StatusCode::kAborted;
+constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
+constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
+
+const std::vector<TensorSpec> kModel = {Bytes("a", 1000), Bytes("b", 500)};
+
+// A trainer, and shadowed instances "a" and "b" of one rank each, which hold version 1.
+struct TwoShadowed : TestGroup {
+  TwoShadowed() {
+    trainer = AttachTrainer();
+    a = ShadowedRank("a", kModel, 0, 1, /*catch_up=*/true);
+    b = ShadowedRank("b", kModel, 0, 1, /*catch_up=*/true);
+    Install(trainer, 1, kModel);
+    flips.clear();
+    committed.clear();
+  }
+  // Version 2 is staged: both have to flip.
+  CallId Stage() {
+    Begin(trainer, 2);
+    Push(trainer, 2, 0, kModel);
+    FinishAll();
+    const CallId commit = Commit(trainer, 2, 1);
+    if (verifying.has_value()) FinishVerify();
+    REQUIRE(flips.size() == 2);
+    return commit;
+  }
+  MemberId trainer;
+  MemberId a;
+  MemberId b;
+};
+
+TEST_CASE("a shadowed instance serves its version until the next one is staged") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId engine = g.ShadowedRank("a", kModel);
+  const CallId begin = g.Begin(trainer, 1);
+  CHECK(g.Code(begin) == kOk);
+  CHECK(g.prepares.empty());
+  g.Push(trainer, 1, 0, kModel);
+  CHECK(g.Instance("a").state == "clean");
+  g.FinishAll();
+  const CallId commit = g.Commit(trainer, 1, 1);
+  REQUIRE(g.verifying.has_value());
+  CHECK(g.flips.empty());
+  g.FinishVerify();
+  REQUIRE(g.flips.size() == 1);
+  CHECK(g.flips[0].member == engine);
+  CHECK(g.group.View(g.now).update->state == "flipping");
+  CHECK(g.Instance("a").state == "clean_preparing");
+  CHECK(g.Answer(commit) == nullptr);
+  g.ReadyAll();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Instance("a").state == "clean");
+  CHECK(g.Instance("a").version == Version(1));
+  REQUIRE(g.committed.size() == 2);
+}
+
+TEST_CASE("a shadowed instance is not written before every node was sent the update") {
+  TestGroup g;
+  g.announces = false;
+  const MemberId trainer = g.AttachTrainer();
+  g.ShadowedRank("a", kModel);
+  const CallId begin = g.Begin(trainer, 1);
+  CHECK(g.Answer(begin) == nullptr);
+  g.Do(UpdateAnnounced{UpdateId(99)});
+  CHECK(g.Answer(begin) == nullptr);
+  g.Do(UpdateAnnounced{g.assembled->id});
+  CHECK(g.Code(begin) == kOk);
+}
+
+TEST_CASE("an abort before the flips touches no shadowed instance") {
+  TwoShadowed g;
+  g.Begin(g.trainer, 2);
+  const CallId push = g.Push(g.trainer, 2, 0, kModel);
+  const bool ended = GENERATE(false, true);
+  if (ended) g.FinishAll();
+  const CallId abort = g.Abort(g.trainer, 2);
+  g.FinishAll();
+  CHECK(g.Code(abort) == kOk);
+  CHECK(g.Code(push) == (ended ? kOk : kAborted));
+  CHECK(g.flips.empty());
+  for (const SendAborted& told : g.aborted) CHECK(told.member == g.trainer);
+  for (const char* name : {"a", "b"}) {
+    CHECK(g.Instance(name).state == "clean");
+    CHECK(g.Instance(name).version == Version(1));
+  }
+  // The backs hold a part of version 2; version 3 is written in full.
+  g.Install(g.trainer, 3, kModel);
+  CHECK(g.Instance("a").version == Version(3));
+}
+
+TEST_CASE("a digest that differs leaves shadowed instances as they were") {
+  TwoShadowed g;
+  g.Begin(g.trainer, 2);
+  g.Push(g.trainer, 2, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 2, 1);
+  REQUIRE(g.verifying.has_value());
+  g.FinishVerify(absl::DataLossError("differs"), {0});
+  CHECK(g.Code(commit) == kAborted);
+  CHECK(g.flips.empty());
+  CHECK(g.Instance("a").version == Version(1));
+  CHECK(FailureOf(g.Answer(commit)->status).weights == Weights::kClean);
+}
+
+TEST_CASE("a rank that dies while it flips costs its instance alone") {
+  TwoShadowed g;
+  const CallId commit = g.Stage();
+  const bool first = GENERATE(false, true);
+  if (first) g.Flipped(g.b);
+  g.Lose(g.a);
+  if (!first) g.Flipped(g.b);
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Instance("b").version == Version(2));
+  const auto outcomes = g.Get<CommitReply>(commit).instances;
+  REQUIRE(outcomes.size() == 2);
+  CHECK_FALSE(outcomes[0].committed);
+  CHECK(outcomes[1].committed);
+}
+
+TEST_CASE("a rank that stays silent while it flips is evicted and goes back") {
+  TwoShadowed g;
+  const CallId commit = g.Stage();
+  g.Flipped(g.b);
+  g.Expire();
+  CHECK(g.Code(commit) == kOk);
+  REQUIRE(g.aborted.size() == 1);
+  CHECK(g.aborted[0].member == g.a);
+  CHECK_FALSE(g.aborted[0].dirty);
+  CHECK_THAT(g.aborted[0].reason, Contains("did not flip within"));
+  CHECK(g.Instance("a").state == "clean");
+  CHECK(g.Instance("a").version == Version(1));
+  // Its answer comes too late to count.
+  g.Do(ReadyEvent{g.a, g.assembled->id});
+  CHECK(g.Instance("a").version == Version(1));
+}
+
+TEST_CASE("the update's own deadline evicts ranks that have not flipped, and commits") {
+  TwoShadowed g;
+  BeginEvent begin;
+  begin.member = g.trainer;
+  begin.version = Version(2);
+  begin.duration = seconds(5);
+  g.Begin(begin);
+  g.Push(g.trainer, 2, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 2, 1);
+  if (g.verifying.has_value()) g.FinishVerify();
+  g.Flipped(g.a);
+  g.Advance(seconds(5));
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Instance("a").version == Version(2));
+  CHECK(g.Instance("b").version == Version(1));
+}
+
+TEST_CASE("if no instance can flip, the update is given up and none has changed") {
+  TwoShadowed g;
+  const CallId commit = g.Stage();
+  g.Expire();
+  CHECK(g.Code(commit) == absl::StatusCode::kDeadlineExceeded);
+  CHECK(g.Instance("a").version == Version(1));
+  CHECK(g.Instance("b").version == Version(1));
+  CHECK(g.aborted.size() == 3);  // the trainer too
+}
+
+TEST_CASE("a live rank that can't flip makes all flip back") {
+  TwoShadowed g;
+  const CallId commit = g.Stage();
+  g.Flipped(g.b);
+  g.Do(EngineFailed{g.a, g.assembled->id, "the driver refuses"});
+  CHECK(g.Code(commit) == kAborted);
+  CHECK(g.aborted.size() == 3);
+  for (const SendAborted& told : g.aborted) CHECK_FALSE(told.dirty);
+  CHECK(g.Instance("a").version == Version(1));
+  CHECK(g.Instance("b").version == Version(1));
+}
+
+TEST_CASE("with evict_late a rank that can't flip costs its instance alone") {
+  TwoShadowed g;
+  BeginEvent begin;
+  begin.member = g.trainer;
+  begin.version = Version(2);
+  begin.evict_late = true;
+  g.Begin(begin);
+  g.Push(g.trainer, 2, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(g.trainer, 2, 1);
+  if (g.verifying.has_value()) g.FinishVerify();
+  g.Do(EngineFailed{g.a, g.assembled->id, "the driver refuses"});
+  g.Flipped(g.b);
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Instance("a").version == Version(1));
+  CHECK(g.Instance("b").version == Version(2));
+}
+
+TEST_CASE("a staged version needs neither its trainer nor its data plane any more") {
+  TwoShadowed g;
+  g.Stage();
+  if (GENERATE(false, true)) {
+    g.Lose(g.trainer);
+  } else {
+    g.Do(FailUpdate{g.assembled->id, "the wire broke"});
+  }
+  g.ReadyAll();
+  CHECK(g.Instance("a").version == Version(2));
+  CHECK(g.group.version() == Version(2));
+}
+
+TEST_CASE("who takes the place of a trainer that was lost has no part in what is staged") {
+  TwoShadowed g;
+  g.Stage();
+  g.Lose(g.trainer);
+  const MemberId next = g.AttachTrainer();
+  CHECK(g.Code(g.Begin(next, 2)) == kPrecondition);
+  CHECK(g.Code(g.Abort(next, 2)) == kPrecondition);
+  CHECK(g.Code(g.Commit(next, 2, 1)) == kPrecondition);
+  g.ReadyAll();
+  CHECK(g.group.version() == Version(2));
+  g.Install(next, 3, kModel);
+}
+
+TEST_CASE("a refit that is staged needs its trainer no more") {
+  TwoShadowed g;
+  g.Shards(g.trainer, kModel);
+  const CallId refit = g.Refit(g.trainer, 2);
+  g.FinishCompile();
+  g.FinishRefit();
+  if (g.verifying.has_value()) g.FinishVerify();
+  REQUIRE(g.flips.size() == 2);
+  g.Lose(g.trainer);
+  CHECK(g.released.contains(g.trainer));
+  g.ReadyAll();
+  CHECK(g.Instance("a").version == Version(2));
+  CHECK(g.Code(refit) == kOk);
+}
+
+TEST_CASE("in-place instances stay paused until the flips are decided") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId shadowed = g.ShadowedRank("s", kModel);
+  const MemberId in_place = g.InPlaceRank("p", kModel);
+  g.Begin(trainer, 1);
+  REQUIRE(g.prepares.size() == 1);
+  CHECK(g.prepares[0].member == in_place);
+  g.ReadyAll();
+  g.Push(trainer, 1, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(trainer, 1, 1);
+  if (g.verifying.has_value()) g.FinishVerify();
+  REQUIRE(g.flips.size() == 1);
+  CHECK(g.committed.empty());
+  SECTION("the flip commits both") {
+    g.Flipped(shadowed);
+    CHECK(g.Code(commit) == kOk);
+    CHECK(g.committed.size() == 3);
+  }
+  SECTION("a flip that fails leaves the in-place instance dirty") {
+    g.Do(EngineFailed{shadowed, g.assembled->id, "the driver refuses"});
+    CHECK(g.Code(commit) == kAborted);
+    CHECK(g.Instance("p").state == "dirty");
+    CHECK(g.Instance("s").state == "clean");
+  }
+}
+
+TEST_CASE("an instance of two ranks flips as a whole") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId first = g.ShadowedRank("a", kModel, 0, 2);
+  const MemberId second = g.ShadowedRank("a", kModel, 1, 2);
+  g.Begin(trainer, 1);
+  g.Push(trainer, 1, 0, kModel);
+  g.FinishAll();
+  const CallId commit = g.Commit(trainer, 1, 1);
+  if (g.verifying.has_value()) g.FinishVerify();
+  g.Flipped(first);
+  CHECK(g.committed.empty());
+  g.Flipped(second);
+  CHECK(g.Code(commit) == kOk);
+}
+
+TEST_CASE("all ranks of an instance have backs, or none has") {
+  TestGroup g;
+  g.ShadowedRank("a", kModel, 0, 2);
+  const MemberId second = g.AttachEngine({"a", 1, 2, DeliveryMode::kInPlace, 2001, {}, {}});
+  const CallId call = g.NewCall();
+  g.Do(LayoutRegistered{second, LayoutOf(kModel, 1, 2), call});
+  CHECK(g.Code(call) == kInvalid);
+  CHECK_THAT(g.Text(call), Contains("layout.backs: engine a rank 1 (pid 2001) has none"));
+  CHECK(g.Instance("a").state == "forming");
+}
+
+TEST_CASE("a rank registers no layout while its backs are written") {
+  TwoShadowed g;
+  CHECK(g.group.CanRegisterLayout(g.a).ok());
+  g.Begin(g.trainer, 2);
+  CHECK(g.group.CanRegisterLayout(g.a).code() == kPrecondition);
+  g.Push(g.trainer, 2, 0, kModel);
+  g.Abort(g.trainer, 2);
+  CHECK(g.group.CanRegisterLayout(g.a).code() == kPrecondition);
+  g.FinishAll();
+  CHECK(g.group.CanRegisterLayout(g.a).ok());
+}
+
+TEST_CASE("a rank that dies while its back is written is released when the copies have ended") {
+  TwoShadowed g;
+  g.Begin(g.trainer, 2);
+  g.Push(g.trainer, 2, 0, kModel);
+  g.Lose(g.a);
+  CHECK_FALSE(g.released.contains(g.a));
+  g.FinishAll();
+  CHECK(g.released.contains(g.a));
+  CHECK(g.Settled(g.Commit(g.trainer, 2, 1)) == kOk);
+  CHECK(g.Instance("b").version == Version(2));
+}
+
+TEST_CASE("a catch-up stages the version for a late shadowed instance, and flips it") {
+  TwoShadowed g;
+  const MemberId late = g.ShadowedRank("late", kModel, 0, 1, /*catch_up=*/true);
+  g.Expire();
+  REQUIRE(g.compiling.has_value());
+  g.FinishCompile();
+  CHECK(g.Instance("late").state == "clean");
+  REQUIRE(g.refitting.has_value());
+  g.FinishRefit();
+  REQUIRE(g.verifying.has_value());
+  g.FinishVerify();
+  REQUIRE(g.flips.size() == 1);
+  CHECK(g.flips[0].member == late);
+  g.ReadyAll();
+  CHECK(g.Instance("late").version == Version(1));
+}
+
+}  // namespace
+}  // namespace refitd

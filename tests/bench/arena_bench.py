@@ -1,0 +1,223 @@
+"""What an engine is paused for, and what a refit takes, with its weights in an arena and in place.
+
+usage: tools/bench arena [--gib G]... [--versions N] [--device cuda|cpu] [--verification V] [--json]
+
+A trainer refits a model of torch into an engine, a process of its own: first into one whose weights lie in an arena, then into one
+that is written in place. The engine runs steps without a rest, on a GPU as a replayed CUDA graph, that read every weight, and takes
+events between steps. On a GPU trainer and engine share the first one. Pause: from when it takes Prepare to when it has taken Committed. The outputs of all steps are compared with
+those of the first step after their version's commit, and the weights of every tenth version with the trainer's.
+
+With the wheel in PYTHONPATH the script needs no Bazel (tests/gpu/README.md).
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+import refitd
+from refitd import testing
+
+SECONDS = 120  # only what hangs reaches it
+ROWS = 4096  # of a weight of 32 MiB in bfloat16
+BATCH = 8
+
+
+def model_of(gib, device):
+    """Weights of the size in all, in matrices that a step multiplies one after the other."""
+    count = max(1, round(gib * (1 << 30) / (ROWS * ROWS * 2)))
+    return torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(ROWS, ROWS, dtype=torch.bfloat16, device=device), False) for _ in range(count))
+
+
+def weights_of(model, version):
+    """The weights of a version, one after the other: random, and of a size that a product of many keeps."""
+    generator = torch.Generator(device=model[0].device).manual_seed(version)
+    for weight in model:
+        yield weight, (torch.randn(weight.shape, generator=generator, device=weight.device) / math.sqrt(ROWS)).to(weight.dtype)
+
+
+def fill(model, version):
+    with torch.no_grad():
+        for weight, value in weights_of(model, version):
+            weight.copy_(value)
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+class Steps:
+    """Steps of a loop that serves: each reads every weight."""
+
+    def __init__(self, model, device):
+        self.device = device
+        self.model = model
+        self.x = torch.ones(BATCH, ROWS, dtype=torch.bfloat16, device=device)
+        self.rows = ROWS if device == "cuda" else 256  # a CPU multiplies too slowly to read all
+        self.graph = None
+        if device == "cuda":
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                self.forward()
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.y = self.forward()
+
+    def forward(self):
+        y = self.x
+        for weight in self.model:
+            part = y @ weight[: self.rows].T
+            y = part if self.rows == ROWS else torch.cat([part, y[:, self.rows :]], 1)
+        return y
+
+    def run(self):
+        """One step; returns its output as a number."""
+        with torch.no_grad():
+            if self.graph is not None:
+                self.graph.replay()
+                return float(self.y.float().sum())
+            return float(self.forward().float().sum())
+
+
+def serve(options):
+    """The engine's process: prints a line of JSON for each version."""
+    device = options.device
+    model = model_of(options.gib[0], device)
+    engine = refitd.Engine(options.group, instance="engine", socket=options.socket)
+    if options.arena:
+        engine.adopt(model)
+    else:
+        refitd.adopt(model)
+    engine.register(model)
+    steps = Steps(model, device)
+    print(json.dumps({"ready": True}), flush=True)
+    taken, wrong, expected, version = [], 0, None, 0
+    while version < options.versions:
+        began = time.monotonic()
+        output = steps.run()
+        taken.append((began, time.monotonic() - began))
+        if expected is None:
+            expected = output
+        wrong += output != expected
+        event = engine.poll(0)
+        if not isinstance(event, refitd.Prepare):
+            continue
+        prepared = time.monotonic()
+        synchronize(device)
+        event.ready()
+        event = engine.next(SECONDS)
+        if not isinstance(event, refitd.Committed):
+            sys.exit(f"no commit: {event}")
+        synchronize(device)
+        committed = time.monotonic()
+        version, expected = event.version, None
+        row = {"version": version, "prepared": prepared, "committed": committed, "steps": taken, "wrong": wrong}
+        if version % 10 == 1:
+            row["compared"] = sum(not torch.equal(weight, value) for weight, value in weights_of(model, version))
+        print(json.dumps(row), flush=True)
+        taken, wrong = [], 0
+    engine.close()
+
+
+class Peer:
+    """An engine's process."""
+
+    def __init__(self, options, daemon, group, gib, arena):
+        self.group = group
+        command = [sys.executable, __file__, "--engine", "--socket", daemon.socket, "--group", self.group, "--gib", str(gib),
+                   "--device", options.device, "--versions", str(options.versions)]
+        self.process = subprocess.Popen(command + (["--arena"] if arena else []), stdout=subprocess.PIPE, text=True)
+        self.line()
+
+    def line(self):
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"the engine of {self.group} ended: {self.process.wait(SECONDS)}")
+        return json.loads(line)
+
+
+def quantile(values, share):
+    return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
+
+
+def measure(options, daemon, model, gib, arena):
+    """Seconds of pauses, refits, and steps beside nothing and beside a refit."""
+    group = f"bench-{'arena' if arena else 'in-place'}-{gib}"
+    found = {"pause": [], "refit": [], "idle": [], "busy": []}
+    wrong = 0
+    with refitd.Trainer(group, socket=daemon.socket) as trainer:
+        trainer.register(model)
+        peer = Peer(options, daemon, group, gib, arena)
+        for version in range(1, options.versions + 1):
+            fill(model, version)
+            synchronize(options.device)
+            time.sleep(options.rest)
+            began = time.monotonic()
+            trainer.refit(version, verification=options.verification)
+            ended = time.monotonic()
+            row = peer.line()
+            wrong += row["wrong"] + row.get("compared", 0)
+            if version <= 2:
+                continue  # programs are bound to each side once
+            found["pause"].append(row["committed"] - row["prepared"])
+            found["refit"].append(ended - began)
+            found["idle"] += [seconds for at, seconds in row["steps"] if began - options.rest < at and at + seconds < began]
+            found["busy"] += [seconds for at, seconds in row["steps"] if began < at and at + seconds < row["prepared"]]
+        peer.process.wait(SECONDS)
+    if wrong:
+        sys.exit(f"{wrong} steps and tensors are of another version")
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, action="append")
+    parser.add_argument("--versions", type=int, default=42)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--verification", default="readback")
+    parser.add_argument("--rest", type=float, default=0.2, help="seconds of steps before each refit")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--arena", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--socket", help=argparse.SUPPRESS)
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        return serve(options)
+    missed = 0
+    if not options.json:
+        print("| GiB | pause in an arena, p50, p99, ms | goal | pause in place, p50, ms | refit, arena, in place, ms | ratio | steps while staged, to idle |")
+        print("|---|---|---|---|---|---|---|", flush=True)
+    for gib in options.gib or [1.1]:
+        with testing.Daemon() as daemon:
+            model = model_of(gib, options.device)
+            if options.device == "cpu":
+                refitd.adopt(model)
+            rows = {arena: measure(options, daemon, model, gib, arena) for arena in (True, False)}
+            del model
+        goal = (1.5 + 0.06 * gib) if options.device == "cuda" else 5.0
+        p99 = quantile(rows[True]["pause"], 0.99) * 1e3
+        medians = {arena: {kind: statistics.median(found[kind]) * 1e3 for kind in ("pause", "refit")} for arena, found in rows.items()}
+        busy = rows[True]["busy"]
+        steps = statistics.median(rows[True]["idle"]) / statistics.median(busy) if busy else math.nan
+        missed += p99 > goal
+        if options.json:
+            print(json.dumps({"bench": "arena", "gib": gib, "pause_p50_ms": medians[True]["pause"], "pause_p99_ms": p99, "goal_ms": goal,
+                              "in_place_pause_ms": medians[False]["pause"], "refit_ms": medians[True]["refit"],
+                              "in_place_refit_ms": medians[False]["refit"], "steps": steps}), flush=True)
+        else:
+            print("| %g | %.2f, %.2f | %.2f | %.2f | %.1f, %.1f | %.2f | %.2f |" % (
+                gib, medians[True]["pause"], p99, goal, medians[False]["pause"], medians[True]["refit"], medians[False]["refit"],
+                medians[True]["refit"] / medians[False]["refit"], steps), flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
