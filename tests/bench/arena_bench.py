@@ -4,8 +4,9 @@ usage: tools/bench arena [--gib G]... [--versions N] [--device cuda|cpu] [--veri
 
 A trainer refits a model of torch into an engine, a process of its own: first into one whose weights lie in an arena, then into one
 that is written in place. The engine runs steps without a rest, on a GPU as a replayed CUDA graph, that read every weight, and takes
-events between steps. On a GPU trainer and engine share the first one. Pause: from when it takes Prepare to when it has taken Committed. The outputs of all steps are compared with
-those of the first step after their version's commit, and the weights of every tenth version with the trainer's.
+events between steps. The trainer is on the first GPU, the engine on the last, which may be the same. Pause: from when the engine
+takes Prepare to when it has taken Committed. The outputs of all steps are compared with those of the first step after their version's
+commit, and the weights of every tenth version with the trainer's.
 
 With the wheel in PYTHONPATH the script needs no Bazel (tests/gpu/README.md).
 """
@@ -89,6 +90,8 @@ class Steps:
 def serve(options):
     """The engine's process: prints a line of JSON for each version."""
     device = options.device
+    if device == "cuda":
+        torch.cuda.set_device(torch.cuda.device_count() - 1)
     model = model_of(options.gib[0], device)
     engine = refitd.Engine(options.group, instance="engine", socket=options.socket)
     if options.arena:
