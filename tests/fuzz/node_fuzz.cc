@@ -509,7 +509,8 @@ class World {
         v1::Ready ready = step.ready();
         if (!step.raw()) ready.set_update_id(member.prepare.update_id());
         member.ready.insert(ready.update_id());
-        daemon_->calls().Happened(member.id, ReadyEvent{member.id, UpdateId(ready.update_id())});
+        daemon_->calls().HandleEngineEvent(member.id,
+                                           ReadyEvent{member.id, UpdateId(ready.update_id())});
         return;
       }
       case Step::kAck: {
@@ -523,14 +524,14 @@ class World {
         }
         member.read.erase({ack.update_id(), ack.part()});
         if (ack.part() < 0) return;  // as the service does
-        daemon_->calls().Happened(
+        daemon_->calls().HandleEngineEvent(
             member.id, AckEvent{member.id, UpdateId(ack.update_id()), PartSeq(ack.part())});
         return;
       }
       case Step::kFailed: {
         v1::Failed failed = step.failed();
         if (!step.raw()) failed.set_update_id(member.prepare.update_id());
-        daemon_->calls().Happened(
+        daemon_->calls().HandleEngineEvent(
             member.id, EngineFailed{member.id, UpdateId(failed.update_id()), failed.reason()});
         return;
       }

@@ -24,7 +24,7 @@ class ReadyInbox : public Inbox {
       MutexLock lock(&mutex_);
       if (std::exchange(answered_, asked->update) == asked->update) return;
     }
-    calls_.Happened(asked->member, ReadyEvent{asked->member, asked->update});
+    calls_.HandleEngineEvent(asked->member, ReadyEvent{asked->member, asked->update});
   }
 
  private:
