@@ -17,11 +17,10 @@ absl::StatusOr<std::shared_ptr<Region>> ShareSide(const TwoSided& memory, bool b
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<Arena>> Arena::Make(int64_t bytes, const std::string& device,
-                                                   const std::string& library,
+absl::StatusOr<std::shared_ptr<Arena>> Arena::Make(int64_t bytes, const ConnectOptions& options,
                                                    const std::shared_ptr<Regions>& regions) {
-  REFITD_ASSIGN_OR_RETURN(std::unique_ptr<TwoSided> memory, MakeTwoSided(bytes, device, library));
-  const bool on_device = OnDevice(device);
+  REFITD_ASSIGN_OR_RETURN(std::unique_ptr<TwoSided> memory, MakeTwoSided(bytes, options));
+  const bool on_device = OnDevice(options.device);
   REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Region> front,
                           ShareSide(*memory, /*back=*/false, on_device, regions.get()));
   REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Region> back,

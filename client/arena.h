@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -20,8 +19,7 @@ namespace refitd::client {
 class Arena final : public Region {
  public:
   // Errors as of MakeTwoSided (slot_memory.h), and of a region.
-  static absl::StatusOr<std::shared_ptr<Arena>> Make(int64_t bytes, const std::string& device,
-                                                     const std::string& library,
+  static absl::StatusOr<std::shared_ptr<Arena>> Make(int64_t bytes, const ConnectOptions& options,
                                                      const std::shared_ptr<Regions>& regions);
 
   char* data() const override { return memory_->data(); }

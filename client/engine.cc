@@ -251,8 +251,7 @@ void EngineImpl::NoteEnd() const {
 // ---- the conversation ----
 
 absl::StatusOr<std::shared_ptr<Region>> EngineImpl::NewArena(int64_t bytes) {
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Arena> arena,
-                          Arena::Make(bytes, connect_.device, connect_.cuda_library, regions_));
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Arena> arena, Arena::Make(bytes, connect_, regions_));
   MutexLock lock(&register_mutex_);
   std::erase_if(arenas_, [](const auto& known) { return known.expired(); });
   arenas_.push_back(arena);

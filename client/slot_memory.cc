@@ -114,11 +114,11 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, in
   return Prefixed(mapped.status(), "mapping the staging slots of GPU {}", device);
 }
 
-absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes, const std::string& device,
-                                                       const std::string& library) {
-  if (!OnDevice(device)) return MakeHostTwoSided(bytes);
-  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<CudaMemory> cuda, LoadCuda(library));
-  REFITD_ASSIGN_OR_RETURN(const int ordinal, cuda->DeviceOf(device));
+absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes,
+                                                       const ConnectOptions& options) {
+  if (!OnDevice(options.device)) return MakeHostTwoSided(bytes);
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<CudaMemory> cuda, LoadCuda(options.cuda_library));
+  REFITD_ASSIGN_OR_RETURN(const int ordinal, cuda->DeviceOf(options.device));
   return cuda->MakeTwoSided(ordinal, bytes);
 }
 

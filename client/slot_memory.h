@@ -15,6 +15,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "client/types.h"
 #include "transport/base/unique_fd.h"
 #include "transport/host/memory.h"
 #include "transport/two_sided.h"
@@ -64,10 +65,10 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, in
                                                                  const std::string& device,
                                                                  const std::string& library);
 
-// Makes two-sided memory on the GPU `device`, or on the host. Errors as of MapDeviceSlots;
+// Makes two-sided memory on the device of the options. Errors as of MapDeviceSlots;
 // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: `bytes`.
-absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes, const std::string& device,
-                                                       const std::string& library);
+absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes,
+                                                       const ConnectOptions& options);
 
 }  // namespace refitd::client
 

@@ -142,9 +142,9 @@ class MetricsTest(unittest.TestCase):
             self.assertGreaterEqual(values['refitd_moved_bytes_total{group="policy",move="copy"}'], 2 * TOTAL_BYTES)
             self.assertEqual(values['refitd_integrity_failures_total{group="policy"}'], 0)
             phases = 0
-            for phase in ("prepare", "data", "verify", "decide"):
+            for phase in ("prepare", "data", "verify", "flip"):
                 labels = '{group="policy",phase="%s"}' % phase
-                if phase != "decide":  # the one daemon decides at once
+                if phase != "flip":  # no instance is shadowed
                     self.assertGreaterEqual(values["refitd_update_phase_seconds_count" + labels], 2, phase)
                 phases += values["refitd_update_phase_seconds_sum" + labels]
             self.assertGreater(phases, 0)
