@@ -43,7 +43,8 @@ class Addresses {
   }
   bool valid() const { return begin_ != MAP_FAILED; }
   char* Room(size_t i) const {
-    return reinterpret_cast<char*>(RoundUp(reinterpret_cast<uintptr_t>(begin_)) + i * room_);
+    const auto address = reinterpret_cast<uintptr_t>(begin_);
+    return static_cast<char*>(begin_) + (RoundUp(address) - address) + i * room_;
   }
 
  private:

@@ -563,9 +563,9 @@ class Member:
         """
         with self._lock:
             known = self._known.get(region)
-            if known is None and isinstance(region, Arena):
-                raise InvalidArgument(f"{self.label}: a tensor lies in the arena of another engine")
             if known is None:
+                if isinstance(region, Arena):
+                    raise InvalidArgument(f"{self.label}: a tensor lies in the arena of another engine")
                 with self._handle as handle:
                     given = (handle, region.descriptor, region.nbytes)
                     known = made_by(f"refit_{self._kind}_add_memfd", *given, free="refit_region_free", what="a region", context=self.label)
