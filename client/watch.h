@@ -10,8 +10,8 @@
 
 namespace refitd::client {
 
-// As long as this object lives, waits of the thread that made it call `look` every kEvery. If
-// `look` returns false, the wait ends as if its deadline had passed. `look` may itself call this
+// While this object lives, waits of the thread that made it call the function `look` every kEvery.
+// If `look` returns false, the wait ends as if its deadline had passed. `look` may itself call this
 // library.
 class Watch {
  public:

@@ -36,10 +36,7 @@ absl::Status CheckJoins(const group::Update& u, const group::Member& member, con
     return Precondition("evict_late: {} differs from the first rank's {}", e.evict_late,
                         u.evict_late);
   }
-  // A staged update goes on without trainers that were lost, whose successors take no part in it.
-  const auto it = u.push.trainers().find(member.rank);
-  const bool began = it != u.push.trainers().end() && it->second.member == member.id;
-  if (u.state != UpdateState::kOpening && !began) {
+  if (u.state != UpdateState::kOpening && !u.push.HasBegun(member)) {
     return Precondition("the update to version {} runs without trainer rank {}", u.version,
                         member.rank);
   }
@@ -211,8 +208,7 @@ void Group::Impl::On(const ReadyEvent& e) {
   if (!Next(member->state, MemberTrigger::kReady).has_value()) return;
   // A rank that is ready for this update reads no slot of earlier updates.
   slots.EndReads(e.member);
-  update->participants.MarkReady(
-      member, update->state == UpdateState::kPreparing || update->state == UpdateState::kFlipping);
+  update->participants.MarkReady(member, update->awaits_ready());
 }
 
 void Group::Impl::FailUnready() {

@@ -341,12 +341,8 @@ void Group::Impl::On(const AbortEvent& e) {
                     EmptyReply{});
     return;
   }
-  const auto began = [&] {
-    const auto it = update->push.trainers().find(member->rank);
-    return it != update->push.trainers().end() && it->second.member == member->id;
-  };
   if (update == nullptr || update->version != e.version ||
-      group::IsAnother(e.update, update.get()) || !began()) {
+      group::IsAnother(e.update, update.get()) || !update->push.HasBegun(*member)) {
     out.Refuse(e.call,
                Precondition("no update to version {} is open for {}", e.version, member->label));
     return;
@@ -484,7 +480,7 @@ Failure group::SuspectAwaited(const Update& update, const Membership& members) {
   if (update.state == UpdateState::kOpening && !update.catch_up.has_value()) {
     members.SuspectMissing(update.push.BegunRanks(), &failure);
   }
-  if (update.state == UpdateState::kPreparing || update.state == UpdateState::kFlipping) {
+  if (update.awaits_ready()) {
     for (uint32_t i = 0; i < update.participants.all().size(); ++i) {
       if (update.participants.evicted()[i]) continue;
       update.participants.SuspectUnready(i, &failure);

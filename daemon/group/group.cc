@@ -421,9 +421,7 @@ std::optional<TimePoint> Group::NextDeadline() const {
     return next;
   }
   consider(update->deadline);
-  if (update->state == UpdateState::kPreparing || update->state == UpdateState::kFlipping) {
-    consider(update->ready_deadline);
-  }
+  if (update->awaits_ready()) consider(update->ready_deadline);
   if (const auto ack = update->push.FirstLate(); ack.has_value()) consider(ack->first);
   consider(impl_->IdleDeadline());
   return next;

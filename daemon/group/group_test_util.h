@@ -454,7 +454,7 @@ class TestGroup {
     }
     // Daemons are asked before a binding's first run, also where there are no replicas.
     if (comparing.has_value() && assembled->use->plan->replicas.boxes.empty()) FinishCompare();
-    // As the coordinator does.
+    // The coordinator feeds this event once it has sent the update to every node.
     if (announces && std::exchange(unannounced_, false)) Do(UpdateAnnounced{assembled->id});
   }
 

@@ -82,7 +82,7 @@ void UpdateParticipants::BeginPrepare(Participant* participant) {
 
 void UpdateParticipants::MarkStageable() {
   for (Participant& participant : all_) {
-    if (!participant.shadowed || participant.prepared) continue;
+    if (!participant.shadowed) continue;
     participant.unready = 0;
     participant.ready = true;
   }
@@ -90,7 +90,7 @@ void UpdateParticipants::MarkStageable() {
 
 bool UpdateParticipants::HasToFlip() const {
   return std::any_of(all_.begin(), all_.end(),
-                     [](const Participant& p) { return p.shadowed && !p.prepared && !p.evicted; });
+                     [](const Participant& p) { return p.shadowed && !p.evicted; });
 }
 
 void UpdateParticipants::Flip() {
@@ -216,10 +216,9 @@ void UpdateParticipants::Touch(const std::vector<uint32_t>& destinations, int by
 
 void UpdateParticipants::WriteFirst(uint32_t index) {
   Participant& participant = all_[index];
-  if (participant.written) return;
-  participant.written = true;
   // P2: what a shadowed instance serves is not touched.
-  if (participant.shadowed) return;
+  if (participant.written || participant.shadowed) return;
+  participant.written = true;
   Instance& instance = *members_.FindInstance(participant.instance);
   Step(&instance.state, InstanceTrigger::kFirstWrite);
   members_.NoteStanding(participant.instance);
@@ -304,7 +303,7 @@ void UpdateParticipants::Abort(bool quiet, const std::string& reason, const Fail
     Instance& instance = *members_.FindInstance(participant.instance);
     Step(&instance.state, InstanceTrigger::kGiveUp);
     members_.NoteStanding(participant.instance);
-    if (participant.written && !participant.shadowed) instance.reason = reason;
+    if (participant.written) instance.reason = reason;
     SendAborted(participant, reason, failure);
   }
 }
@@ -375,7 +374,7 @@ void UpdateParticipants::CheckInvariants(UpdateState state) const {
     REFITD_CHECK(participant.prepared == (flips || !participant.shadowed));
     REFITD_CHECK(participant.prepared == InUpdate(instance->state));
     // P2: dirty from the first byte on.
-    if (participant.written && !participant.shadowed) REFITD_CHECK(IsDirty(instance->state));
+    if (participant.written) REFITD_CHECK(IsDirty(instance->state));
   }
 }
 

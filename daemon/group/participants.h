@@ -35,7 +35,7 @@ struct Participant {
   bool ready = false;             // all its ranks have answered Ready
   bool shadowed = false;          // the update writes to its backs, while it serves
   bool prepared = false;          // its ranks were sent Prepare
-  bool written = false;           // this update has written to the instance
+  bool written = false;           // the update has written to what the instance serves
   bool evicted = false;
   bool informed = false;  // its ranks were sent Aborted
   std::string reason;     // of the eviction
@@ -70,7 +70,7 @@ class UpdateParticipants {
 
   // ---- flipping ----
 
-  // Whether shadowed instances are still to flip.
+  // Whether shadowed instances are in the update, which have to flip.
   bool HasToFlip() const;
   // Sends SendFlip to every rank of the shadowed instances, which are not ready until they have
   // flipped.

@@ -158,6 +158,12 @@ class UpdatePush {
 
   std::map<int, TrainerProgress>& trainers() { return trainers_; }  // by rank
   const std::map<int, TrainerProgress>& trainers() const { return trainers_; }
+  // Whether this member has begun. A staged update goes on without trainers that were lost, whose
+  // successors of the same rank take no part in it.
+  bool HasBegun(const Member& member) const {
+    const auto it = trainers_.find(member.rank);
+    return it != trainers_.end() && it->second.member == member.id;
+  }
   // The rank has begun.
   TrainerProgress& Join(Member* member);
   bool all_committed() const;

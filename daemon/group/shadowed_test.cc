@@ -26,8 +26,11 @@ struct TwoShadowed : TestGroup {
     committed.clear();
   }
   // Version 2 is staged: both have to flip.
-  CallId Stage() {
-    Begin(trainer, 2);
+  CallId Stage(BeginEvent begin = {}) {
+    begin.member = trainer;
+    begin.version = Version(2);
+    begin.tensor_count = tensor_count;
+    Begin(begin);
     Push(trainer, 2, 0, kModel);
     FinishAll();
     const CallId commit = Commit(trainer, 2, 1);
@@ -149,14 +152,8 @@ TEST_CASE("a rank that stays silent while it flips is evicted and goes back") {
 TEST_CASE("the update's own deadline evicts ranks that have not flipped, and commits") {
   TwoShadowed g;
   BeginEvent begin;
-  begin.member = g.trainer;
-  begin.version = Version(2);
   begin.duration = seconds(5);
-  g.Begin(begin);
-  g.Push(g.trainer, 2, 0, kModel);
-  g.FinishAll();
-  const CallId commit = g.Commit(g.trainer, 2, 1);
-  if (g.verifying.has_value()) g.FinishVerify();
+  const CallId commit = g.Stage(begin);
   g.Flipped(g.a);
   g.Advance(seconds(5));
   CHECK(g.Code(commit) == kOk);
@@ -189,14 +186,8 @@ TEST_CASE("a live rank that can't flip makes all flip back") {
 TEST_CASE("with evict_late a rank that can't flip costs its instance alone") {
   TwoShadowed g;
   BeginEvent begin;
-  begin.member = g.trainer;
-  begin.version = Version(2);
   begin.evict_late = true;
-  g.Begin(begin);
-  g.Push(g.trainer, 2, 0, kModel);
-  g.FinishAll();
-  const CallId commit = g.Commit(g.trainer, 2, 1);
-  if (g.verifying.has_value()) g.FinishVerify();
+  const CallId commit = g.Stage(begin);
   g.Do(EngineFailed{g.a, g.assembled->id, "the driver refuses"});
   g.Flipped(g.b);
   CHECK(g.Code(commit) == kOk);

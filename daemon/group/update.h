@@ -64,6 +64,8 @@ struct Update : UpdateRecord, UpdateEnd {
   // Whether the version is complete everywhere, so that neither trainers nor the data plane are
   // needed any more.
   bool staged() const { return state == UpdateState::kFlipping; }
+  // Whether ranks that were sent Prepare have until `ready_deadline` to answer Ready.
+  bool awaits_ready() const { return state == UpdateState::kPreparing || staged(); }
 
   UpdateState state = UpdateState::kOpening;
   bool data_plane_up = true;  // between the update's nodes

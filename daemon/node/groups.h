@@ -74,8 +74,8 @@ struct GroupRecord {
     std::string request_id;
   };
   Opener opener;
-  // Where the memory of this daemon's engines lies: PushBucket checks against it where a bucket's
-  // bytes lie. Made anew when engines come or go, or when their layouts change.
+  // The places of the memory of this daemon's engines, which PushBucket compares with those of a
+  // bucket's bytes. They are made anew when engines come, go or flip, or when their layouts change.
   struct EnginePlaces {
     std::vector<std::tuple<MemberId, std::shared_ptr<const Layout>, bool>> engines;  // and flipped
     std::shared_ptr<const DestinationPlaces> places;

@@ -259,7 +259,7 @@ void PeerClient::LinkIsLost(const Try& attempt, absl::Status status) {
   }
 }
 
-// Who goes on waiting after a failed try depends on its reason:
+// The reason of a failed try decides which members go on waiting:
 //   a group that does not exist yet, another process with this daemon's id that has just ended, or
 //   a daemon at the coordinator's name that is not the coordinator yet: members whose wait goes on
 //   a refused spec: members that brought none

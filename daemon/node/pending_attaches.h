@@ -67,8 +67,8 @@ class PendingAttaches {
   // coordinator, in the order in which they came.
   std::vector<OfGroup> TakeAll(const std::string& group, const std::string& coordinator);
   bool Any(const std::string& group, const std::string& coordinator) const;
-  // What a try to join sends to the coordinator: the spec of a member that brings one (a trainer's
-  // before an engine's), with that member's identity and role; and the longest wait of a member.
+  // A try to join sends this to the coordinator: the spec of a member that brings one (a trainer's
+  // before an engine's), with that member's identity and role, and the longest wait of a member.
   struct Request {
     std::optional<GroupSpec> spec;
     std::string identity;

@@ -29,7 +29,7 @@
 
 namespace refitd {
 
-// What the authorizer must know of a call: its RPC, and what the request names.
+// The authorizer judges a call by this: its RPC, and what the request names.
 struct RequestContext {
   Rpc rpc;
   std::string group{};       // empty: the request names none, or not yet

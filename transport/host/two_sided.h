@@ -1,5 +1,5 @@
 // Two-sided host memory: two sealed memfds. Both sides are mapped, and a flip moves the mappings
-// with their page tables, so that no page faults follow: 9 us for 2 GiB of pages of 4 KiB.
+// with their page tables, so that no page faults follow: 0.04 ms for 2 GiB in pages of 4 KiB.
 #ifndef REFITD_TRANSPORT_HOST_TWO_SIDED_H_
 #define REFITD_TRANSPORT_HOST_TWO_SIDED_H_
 

@@ -572,7 +572,7 @@ class Packer:
         self._memory = None
 
 
-# What a trainer does with a version that is not greater than its group's.
+# The ways in which a trainer can treat a version that is not greater than its group's.
 ON_OLDER = ("refuse", "next", "replace")
 WAIT_SECONDS = 10.0  # the library's default of wait_seconds
 POLL_SECONDS = 0.02  # how often a wait looks whether a lease has ended

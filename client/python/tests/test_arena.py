@@ -81,7 +81,7 @@ class ArenaTest(DaemonTest):
             for name, tensor in model.state_dict().items():
                 self.assertTrue(torch.equal(tensor, self.source.state_dict()[name]), name)
             self.assertEqual(addresses, [parameter.data_ptr() for parameter in model.parameters()])
-            # What no name is registered of is on both sides.
+            # The buffer is registered under no name, and both sides have it.
             self.assertTrue(torch.equal(model.table, torch.arange(16.0)))
 
     def test_the_engine_serves_its_version_until_ready(self):

@@ -341,8 +341,6 @@ class Arena:
     """Memory of an engine with two sides (`Engine.adopt`): `nbytes` bytes from `pointer`, on the engine's device. All tensors made of it
     keep it."""
 
-    inherit = True
-
     def __init__(self, pointer: int, nbytes: int, handle: Any) -> None:
         """`handle`: the C region, which is closed with the last reference."""
         self.pointer = pointer
