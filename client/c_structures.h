@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/arena.h"
 #include "client/refit.h"
 #include "client/trainer.h"
 #include "client/types.h"
@@ -21,6 +22,10 @@
 // A region's handle is one of its several owners.
 struct refit_region {
   std::shared_ptr<refitd::client::Region> region;
+};
+
+struct refit_arena {
+  std::shared_ptr<refitd::client::Arena> arena;
 };
 
 struct refit_slot {

@@ -6,7 +6,7 @@
 #include <deque>
 #include <utility>
 
-#include "client/arena.h"
+#include "client/arena_region.h"
 #include "client/bucket.h"
 #include "client/engine_state.h"
 #include "client/events.h"
@@ -60,7 +60,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
     if (lease_ != nullptr) lease_->connection->Detach();
   }
 
-  absl::StatusOr<std::shared_ptr<Region>> NewArena(int64_t bytes) override;
+  absl::StatusOr<std::shared_ptr<Region>> AddArena(std::shared_ptr<Arena> arena) override;
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
   absl::Status Ready(Version version) override;
@@ -96,7 +96,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status SendFailed(Version version, const std::string& reason)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  using Arenas = std::vector<std::shared_ptr<Arena>>;
+  using Arenas = std::vector<std::shared_ptr<ArenaRegion>>;
   // The arenas that the layout's pieces lie in, which become its backs.
   Arenas ArenasOf(Layout* layout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   // Exchanges the sides of all registered arenas, or of none.
@@ -120,7 +120,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
   std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
   uint64_t digest_ ABSL_GUARDED_BY(mutex_);    // of state_'s version; 0: not known
-  std::vector<std::weak_ptr<Arena>> arenas_ ABSL_GUARDED_BY(register_mutex_);
+  std::vector<std::weak_ptr<ArenaRegion>> arenas_ ABSL_GUARDED_BY(register_mutex_);
   Arenas registered_ ABSL_GUARDED_BY(mutex_);       // that the registered layout lies in
   bool must_flip_ ABSL_GUARDED_BY(mutex_) = false;  // before the next Ready
   bool flipped_ ABSL_GUARDED_BY(mutex_) = false;    // for an update whose outcome did not come
@@ -250,18 +250,19 @@ void EngineImpl::NoteEnd() const {
 
 // ---- the conversation ----
 
-absl::StatusOr<std::shared_ptr<Region>> EngineImpl::NewArena(int64_t bytes) {
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Arena> arena, Arena::Make(bytes, connect_, regions_));
+absl::StatusOr<std::shared_ptr<Region>> EngineImpl::AddArena(std::shared_ptr<Arena> arena) {
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<ArenaRegion> made,
+                          ArenaRegion::Make(std::move(arena), regions_));
   MutexLock lock(&register_mutex_);
   std::erase_if(arenas_, [](const auto& known) { return known.expired(); });
-  arenas_.push_back(arena);
-  return std::shared_ptr<Region>(std::move(arena));
+  arenas_.push_back(made);
+  return std::shared_ptr<Region>(std::move(made));
 }
 
 EngineImpl::Arenas EngineImpl::ArenasOf(Layout* layout) {
   Arenas found;
-  for (const std::weak_ptr<Arena>& known : arenas_) {
-    std::shared_ptr<Arena> arena = known.lock();
+  for (const std::weak_ptr<ArenaRegion>& known : arenas_) {
+    std::shared_ptr<ArenaRegion> arena = known.lock();
     if (arena == nullptr) continue;
     const auto& pieces = layout->pieces;
     if (std::none_of(pieces.begin(), pieces.end(),
@@ -281,7 +282,7 @@ absl::Status EngineImpl::Register(Layout layout) {
   {
     MutexLock lock(&register_mutex_);
     Arenas arenas = ArenasOf(&layout);
-    for (const std::shared_ptr<Arena>& arena : arenas) {
+    for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
       REFITD_RETURN_IF_ERROR(arena->CopyToBack());
     }
     {
@@ -447,7 +448,7 @@ void EngineImpl::Settle(EngineLease* session, bool committed) {
     return;
   }
   ++session->flips;
-  for (const std::shared_ptr<Arena>& arena : registered_) {
+  for (const std::shared_ptr<ArenaRegion>& arena : registered_) {
     session->connection->Exchange(arena->pair());
   }
 }

@@ -48,6 +48,7 @@
 #include <variant>
 #include <vector>
 
+#include "client/arena.h"
 #include "client/types.h"
 #include "proto/delivery.h"
 #include "transport/base/failure.h"
@@ -145,15 +146,13 @@ using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining,
 class Engine : public SharesMemory {
  public:
   static absl::StatusOr<std::unique_ptr<Engine>> Attach(const EngineOptions& options);
-  // Makes an arena: memory of ConnectOptions::device with two sides, as a region at whose data()
-  // the rank reads its weights (on a GPU an address for kernels and copies of this process there).
-  // A layout whose pieces lie in arenas alone is staged: versions are written to the other sides
-  // while the rank serves, and Prepare comes with `flip` when a version is complete and verified.
-  // Ready then exchanges the sides, and an Aborted exchanges them back. What no piece names is the
-  // same on both sides: Register copies it, and the rank must not write there afterwards. Takes
-  // twice the bytes; on a GPU they are rounded up to its granularity. RESOURCE_EXHAUSTED: too
-  // little memory. Also errors of NewRegion.
-  virtual absl::StatusOr<std::shared_ptr<Region>> NewArena(int64_t bytes) = 0;
+  // Makes a region of an arena of ConnectOptions::device, which this engine has until the region is
+  // destroyed. A layout whose pieces lie in arenas alone is staged: versions are written to the
+  // other sides while the rank serves, and Prepare comes with `flip` when a version is complete and
+  // verified. Ready then exchanges the sides, and an Aborted exchanges them back. What no piece
+  // names is the same on both sides: Register copies it, and the rank must not write there
+  // afterwards. FAILED_PRECONDITION: another engine has the arena. Also errors of NewRegion.
+  virtual absl::StatusOr<std::shared_ptr<Region>> AddArena(std::shared_ptr<Arena> arena) = 0;
   // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
   // share their memory (tied weights), one has pieces and the other is named in `tensors` without
   // any piece: trainers may push or refit the other, and nothing is written for it. Register

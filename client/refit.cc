@@ -507,6 +507,24 @@ int64_t refit_region_bytes(const refit_region* region) {
 
 void refit_region_free(refit_region* region) { delete region; }
 
+refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes,
+                             refit_arena** arena) {
+  return Guarded({{connect, "connect"}, {arena, "arena"}}, [&]() -> absl::Status {
+    REFITD_ASSIGN_OR_RETURN(const client::ConnectOptions options, ConnectOf(connect));
+    return Give(client::Arena::Make(bytes, options), &refit_arena::arena, arena);
+  });
+}
+
+char* refit_arena_data(const refit_arena* arena) {
+  return arena == nullptr ? nullptr : arena->arena->data();
+}
+
+int64_t refit_arena_bytes(const refit_arena* arena) {
+  return arena == nullptr ? 0 : arena->arena->bytes();
+}
+
+void refit_arena_free(refit_arena* arena) { delete arena; }
+
 refit_status refit_replace_group(const refit_connect_options* options) {
   return Guarded([&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(const client::ConnectOptions connect, ConnectOf(options));
@@ -750,9 +768,10 @@ refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_
   });
 }
 
-refit_status refit_engine_new_arena(refit_engine* engine, int64_t bytes, refit_region** arena) {
-  return Guarded({{engine, "engine"}, {arena, "arena"}}, [&] {
-    return Give(engine->engine->NewArena(bytes), &refit_region::region, arena);
+refit_status refit_engine_add_arena(refit_engine* engine, const refit_arena* arena,
+                                    refit_region** region) {
+  return Guarded({{engine, "engine"}, {arena, "arena"}, {region, "region"}}, [&] {
+    return Give(engine->engine->AddArena(arena->arena), &refit_region::region, region);
   });
 }
 

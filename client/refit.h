@@ -162,6 +162,7 @@ typedef struct refit_trainer refit_trainer;
 typedef struct refit_update refit_update;
 typedef struct refit_engine refit_engine;
 typedef struct refit_region refit_region;
+typedef struct refit_arena refit_arena;
 typedef struct refit_slot refit_slot;
 
 /* A named global tensor of unpadded shape, or elements [start, start + count) of it, row-major. */
@@ -277,6 +278,21 @@ int64_t refit_region_bytes(const refit_region* region); /* 0 for NULL */
  * of a region on a GPU waits until the daemon has closed the memory, for up to call_margin_ms and
  * 30 s; this member's other calls go on meanwhile. Do not call this from a callback. */
 void refit_region_free(refit_region* region);
+
+/* ---- arenas: memory with two sides for an engine's weights ----
+ * An engine reads its weights on the one side, at a constant address, and the daemon writes
+ * versions into the other (refit_engine_add_arena()). Engines of this process may have an arena one
+ * after the other. The memory stays until the arena and the regions that were made of it are freed.
+ */
+
+/* Makes an arena on connect->device, whose driver is connect->cuda_library; the other fields are
+ * not read, and no daemon is asked. Takes twice the bytes, on a GPU rounded up. */
+refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes,
+                             refit_arena** arena);
+/* Where the weights are read (on a GPU an address of this process there). NULL for NULL. */
+char* refit_arena_data(const refit_arena* arena);
+int64_t refit_arena_bytes(const refit_arena* arena); /* of each side; 0 for NULL */
+void refit_arena_free(refit_arena* arena);
 
 /* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */
 typedef struct refit_piece {
@@ -607,13 +623,14 @@ refit_status refit_engine_add_cuda_vmm(refit_engine* engine, int descriptor, int
 refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, int64_t bytes,
                                           uint64_t address, refit_region** region);
 
-/* Makes an arena: a region with two sides, on the engine's device. The rank reads its weights at
- * refit_region_data() (on a GPU an address of this process there). If all pieces that are
- * registered lie in arenas, versions are written to the other sides while the rank serves, and
- * PREPARE comes with `flip`: refit_engine_ready() then exchanges the sides. Takes twice the bytes,
- * on a GPU rounded up. What no piece names is copied to the other sides when parameters are
- * registered, and must not be written afterwards. */
-refit_status refit_engine_new_arena(refit_engine* engine, int64_t bytes, refit_region** arena);
+/* Makes a region of an arena on the engine's device. If all pieces that are registered lie in
+ * arenas, versions are written to the other sides while the rank serves, and PREPARE comes with
+ * `flip`: refit_engine_ready() then exchanges the sides. What no piece names is copied to the other
+ * sides when parameters are registered, and must not be written afterwards.
+ * REFIT_FAILED_PRECONDITION: another engine has the arena, until its region and the engine are
+ * freed. */
+refit_status refit_engine_add_arena(refit_engine* engine, const refit_arena* arena,
+                                    refit_region** region);
 
 /* Registers the parameters of this rank (in-place delivery). Not allowed during an update. If two
  * tensors share their memory (tied weights), give both the same pieces: trainers may push or refit

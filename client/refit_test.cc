@@ -45,6 +45,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
   int32_t outcome = 0;
   refit_region* region = nullptr;
   refit_slot* slot = nullptr;
+  refit_arena* arena = nullptr;
   refit_update* update = nullptr;
   auto event = Initialised<refit_event>();
   const refit_status statuses[] = {
@@ -56,6 +57,8 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_trainer_new_region(nullptr, 1, &region),
       refit_trainer_add_memfd(nullptr, 0, 1, &region),
       refit_engine_add_memfd(nullptr, 0, 1, &region),
+      refit_arena_new(nullptr, 1, &arena),
+      refit_engine_add_arena(nullptr, arena, &region),
       refit_trainer_abort(nullptr, 1, nullptr),
       refit_engine_hold(nullptr, nullptr),
       refit_joiner_new(nullptr),
@@ -119,6 +122,9 @@ TEST_CASE("null handles can be freed and asked for their values") {
   CHECK(refit_packer_count(nullptr) == 0);
   CHECK(refit_packer_room(nullptr, 0) == -1);
   CHECK(refit_python_pusher(nullptr) == nullptr);
+  refit_arena_free(nullptr);
+  CHECK(refit_arena_data(nullptr) == nullptr);
+  CHECK(refit_arena_bytes(nullptr) == 0);
   CHECK(refit_region_data(nullptr) == nullptr);
   CHECK(refit_region_bytes(nullptr) == 0);
   CHECK(refit_slot_data(nullptr) == nullptr);

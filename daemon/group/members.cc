@@ -83,7 +83,7 @@ void Group::Impl::On(const LayoutRegistered& e) {
     out.Refuse(e.call, Precondition("member {} is not attached", e.member));
     return;
   }
-  if (absl::Status status = members.CheckShadowed(*member, e.shadowed); !status.ok()) {
+  if (absl::Status status = members.CheckShadowed(*member, e); !status.ok()) {
     if (e.call != CallId()) out.Refuse(e.call, std::move(status));
     return;
   }

@@ -281,13 +281,14 @@ absl::Status Membership::WhyUnwelcome(const Member& member) const {
 }
 
 // An instance flips as a whole.
-absl::Status Membership::CheckShadowed(const Member& member, bool shadowed) const {
-  if (!member.engine) return absl::OkStatus();
+absl::Status Membership::CheckShadowed(const Member& member, const LayoutRegistered& e) const {
+  if (!member.engine || e.layout->pieces.empty()) return absl::OkStatus();
   for (const auto& [rank, id] : instances_.at(member.instance).ranks) {
     const Member& other = *Find(id);
-    if (id == member.id || other.layout == nullptr || other.shadowed == shadowed) continue;
+    if (id == member.id || other.layout == nullptr || other.layout->pieces.empty()) continue;
+    if (other.shadowed == e.shadowed) continue;
     return InvalidField("layout.backs", "layout.backs: {} has {}, and {} has {}", member.label,
-                        shadowed ? "backs" : "none", other.label, shadowed ? "none" : "backs");
+                        e.shadowed ? "backs" : "none", other.label, e.shadowed ? "none" : "backs");
   }
   return absl::OkStatus();
 }

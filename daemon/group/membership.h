@@ -137,8 +137,8 @@ class Membership {
   bool EnterTrainer(Member member, bool draining);
   bool EnterEngine(Member member, const EngineIdentity& who, bool draining);
   // INVALID_ARGUMENT: another rank of the instance has backs where this rank has none, or the
-  // reverse.
-  absl::Status CheckShadowed(const Member& member, bool shadowed) const;
+  // reverse. A rank without pieces, such as the driver of an inference server, fits both.
+  absl::Status CheckShadowed(const Member& member, const LayoutRegistered& e) const;
   void Register(Member* member, const LayoutRegistered& e);
   // A limit refuses what the rank declares: its layout, or a manifest, with which it was not taken
   // in.

@@ -24,12 +24,12 @@ absl::Status UpdateParticipants::Assemble(const TakesIn& takes_in,
     for (const auto& [rank, id] : instance.ranks) {
       const Member& member = *members_.Find(id);
       participant.members.push_back(id);
+      participant.shadowed = participant.shadowed || member.shadowed;
       const DeliveryMode mode = member.delivery;
       ranks.push_back({id, member.label, index, mode, NeedsLayout(mode) ? member.layout : nullptr,
                        DeclaresManifest(mode) ? member.manifest : nullptr});
     }
     participant.unready = participant.members.size();
-    participant.shadowed = members_.Find(participant.members.front())->shadowed;
   }
   const size_t instances = names.size();
   if (*kept == nullptr || (*kept)->ranks() != ranks || (*kept)->instances() != names) {

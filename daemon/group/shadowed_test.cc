@@ -132,6 +132,35 @@ TEST_CASE("a rank that dies while it flips costs its instance alone") {
   CHECK(outcomes[1].committed);
 }
 
+TEST_CASE("a rank without pieces flips with the instance that it belongs to") {
+  // The rank without pieces comes first, or last.
+  for (const int driver : {0, 1}) {
+    TestGroup g;
+    const MemberId trainer = g.AttachTrainer();
+    std::vector<MemberId> ranks;
+    for (const int rank : {0, 1}) {
+      const EngineIdentity who{"a", rank, 2, DeliveryMode::kInPlace, 2000 + rank, {}, {}};
+      const MemberId id = ranks.emplace_back(g.AttachEngine(who));
+      g.engines[id].shadowed = true;
+      LayoutRegistered e{id, LayoutOf(rank == driver ? std::vector<TensorSpec>() : kModel, 0, 1)};
+      e.shadowed = rank != driver;
+      g.engines[id].layout = e.layout;
+      g.Do(std::move(e));
+    }
+    CHECK(g.Code(g.Begin(trainer, 1)) == kOk);
+    CHECK(g.prepares.empty());
+    g.Push(trainer, 1, 0, kModel);
+    g.FinishAll();
+    const CallId commit = g.Commit(trainer, 1, 1);
+    if (g.verifying.has_value()) g.FinishVerify();
+    CHECK(g.flips.size() == 2);
+    g.Flipped(ranks[0]);
+    CHECK(g.Answer(commit) == nullptr);
+    g.Flipped(ranks[1]);
+    CHECK(g.Code(commit) == kOk);
+  }
+}
+
 TEST_CASE("a rank that stays silent while it flips is evicted and goes back") {
   TwoShadowed g;
   const CallId commit = g.Stage();

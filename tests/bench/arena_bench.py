@@ -1,11 +1,12 @@
 """What an engine is paused for, and what a refit takes, with its weights in an arena and in place.
 
-usage: tools/bench arena [--gib G]... [--versions N] [--device cuda|cpu] [--verification V] [--json]
+usage: tools/bench arena [--gib G]... [--arena-gib G] [--ranks N] [--versions N] [--device cuda|cpu] [--verification V] [--json]
 
 A trainer refits a model of torch into an engine, a process of its own: first into one whose weights lie in an arena, then into one
 that is written in place. The engine runs steps without a rest, on a GPU as a replayed CUDA graph, that read every weight, and takes
 events between steps. The trainer is on the first GPU, the engine on the last, which may be the same. Pause: from when the engine
-takes Prepare to when it has taken Committed. The outputs of all steps are compared with those of the first step after their version's
+takes Prepare to when it has taken Committed. --gib: of each of the engine's ranks, which lie on the last GPUs, and hold as much each.
+--arena-gib: of an arena; by default a model has at most eight. The outputs of all steps are compared with those of the first step after their version's
 commit, and the weights of every tenth version with the trainer's.
 
 With the wheel in PYTHONPATH the script needs no Bazel (tests/gpu/README.md).
@@ -23,6 +24,7 @@ import torch
 
 import refitd
 from refitd import testing
+from refitd.layout import placement
 
 SECONDS = 120  # only what hangs reaches it
 ROWS = 4096  # of a weight of 32 MiB in bfloat16
@@ -35,10 +37,11 @@ def model_of(gib, device):
     return torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(ROWS, ROWS, dtype=torch.bfloat16, device=device), False) for _ in range(count))
 
 
-def weights_of(model, version):
-    """The weights of a version, one after the other: random, and of a size that a product of many keeps."""
-    generator = torch.Generator(device=model[0].device).manual_seed(version)
-    for weight in model:
+def weights_of(model, version, first=0):
+    """The weights of a version from the number `first` on: random, and of a size that a product of many keeps."""
+    generator = torch.Generator(device=model[0].device)
+    for number, weight in enumerate(model, first):
+        generator.manual_seed(version << 16 | number)
         yield weight, (torch.randn(weight.shape, generator=generator, device=weight.device) / math.sqrt(ROWS)).to(weight.dtype)
 
 
@@ -91,14 +94,14 @@ def serve(options):
     """The engine's process: prints a line of JSON for each version."""
     device = options.device
     if device == "cuda":
-        torch.cuda.set_device(torch.cuda.device_count() - 1)
+        torch.cuda.set_device(max(0, torch.cuda.device_count() - 1 - options.rank))
     model = model_of(options.gib[0], device)
-    engine = refitd.Engine(options.group, instance="engine", socket=options.socket)
-    if options.arena:
-        engine.adopt(model)
-    else:
-        refitd.adopt(model)
-    engine.register(model)
+    first = options.rank * len(model)
+    engine = refitd.Engine(options.group, instance="engine", rank=options.rank, world_size=options.ranks, socket=options.socket)
+    if options.arena_gib:
+        placement.ARENA_BYTES, placement.MOST_ARENAS = round(options.arena_gib * (1 << 30)), 1 << 20
+    refitd.adopt(model, arena=options.arena)
+    engine.register({str(number): weight for number, weight in enumerate(model, first)})
     steps = Steps(model, device)
     print(json.dumps({"ready": True}), flush=True)
     taken, wrong, expected, version = [], 0, None, 0
@@ -123,7 +126,7 @@ def serve(options):
         version, expected = event.version, None
         row = {"version": version, "prepared": prepared, "committed": committed, "steps": taken, "wrong": wrong}
         if version % 10 == 1:
-            row["compared"] = sum(not torch.equal(weight, value) for weight, value in weights_of(model, version))
+            row["compared"] = sum(not torch.equal(weight, value) for weight, value in weights_of(model, version, first))
         print(json.dumps(row), flush=True)
         taken, wrong = [], 0
     engine.close()
@@ -132,12 +135,13 @@ def serve(options):
 class Peer:
     """An engine's process."""
 
-    def __init__(self, options, daemon, group, gib, arena):
+    def __init__(self, options, daemon, group, gib, arena, rank):
         self.group = group
-        command = [sys.executable, __file__, "--engine", "--socket", daemon.socket, "--group", self.group, "--gib", str(gib),
-                   "--device", options.device, "--versions", str(options.versions)]
-        self.process = subprocess.Popen(command + (["--arena"] if arena else []), stdout=subprocess.PIPE, text=True)
-        self.line()
+        command = [sys.executable, __file__, "--engine", "--socket", daemon.socket, "--group", self.group, "--gib", str(gib), "--rank", str(rank),
+                   "--ranks", str(options.ranks), "--device", options.device, "--versions", str(options.versions)]
+        if arena:
+            command += ["--arena", "--arena-gib", str(options.arena_gib)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def line(self):
         line = self.process.stdout.readline()
@@ -156,8 +160,10 @@ def measure(options, daemon, model, gib, arena):
     found = {"pause": [], "refit": [], "idle": [], "busy": []}
     wrong = 0
     with refitd.Trainer(group, socket=daemon.socket) as trainer:
-        trainer.register(model)
-        peer = Peer(options, daemon, group, gib, arena)
+        trainer.register({str(number): weight for number, weight in enumerate(model)})
+        peers = [Peer(options, daemon, group, gib, arena, rank) for rank in range(options.ranks)]
+        for peer in peers:
+            peer.line()
         for version in range(1, options.versions + 1):
             fill(model, version)
             synchronize(options.device)
@@ -165,15 +171,17 @@ def measure(options, daemon, model, gib, arena):
             began = time.monotonic()
             trainer.refit(version, verification=options.verification)
             ended = time.monotonic()
-            row = peer.line()
-            wrong += row["wrong"] + row.get("compared", 0)
+            rows = [peer.line() for peer in peers]
+            wrong += sum(row["wrong"] + row.get("compared", 0) for row in rows)
             if version <= 2:
                 continue  # programs are bound to each side once
-            found["pause"].append(row["committed"] - row["prepared"])
+            found["pause"].append(max(row["committed"] for row in rows) - max(row["prepared"] for row in rows))
             found["refit"].append(ended - began)
+            row = rows[0]
             found["idle"] += [seconds for at, seconds in row["steps"] if began - options.rest < at and at + seconds < began]
             found["busy"] += [seconds for at, seconds in row["steps"] if began < at and at + seconds < row["prepared"]]
-        peer.process.wait(SECONDS)
+        for peer in peers:
+            peer.process.wait(SECONDS)
     if wrong:
         sys.exit(f"{wrong} steps and tensors are of another version")
     return found
@@ -182,6 +190,8 @@ def measure(options, daemon, model, gib, arena):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, action="append")
+    parser.add_argument("--arena-gib", type=float, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--versions", type=int, default=42)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--verification", default="readback")
@@ -189,6 +199,7 @@ def main():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--arena", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--socket", help=argparse.SUPPRESS)
     parser.add_argument("--group", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -200,9 +211,8 @@ def main():
         print("|---|---|---|---|---|---|---|", flush=True)
     for gib in options.gib or [1.1]:
         with testing.Daemon() as daemon:
-            model = model_of(gib, options.device)
-            if options.device == "cpu":
-                refitd.adopt(model)
+            model = model_of(gib * options.ranks, options.device)
+            refitd.adopt(model)
             rows = {arena: measure(options, daemon, model, gib, arena) for arena in (True, False)}
             del model
         goal = (1.5 + 0.06 * gib) if options.device == "cuda" else 5.0

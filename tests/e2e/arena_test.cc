@@ -30,6 +30,12 @@ client::EngineOptions Shadowed(client::ConnectOptions connect, const std::string
       .connect = std::move(connect), .instance = instance, .rank = rank, .world_size = world_size};
 }
 
+std::shared_ptr<client::Arena> ArenaFor(const Held& held) {
+  auto made = client::Arena::Make(held.region_bytes, {});
+  REQUIRE(made.ok());
+  return *std::move(made);
+}
+
 void Committed(Rank* rank, int64_t version) {
   REQUIRE(rank->Await([&](const Rank::Seen& s) { return s.committed == Version(version); }));
 }
@@ -38,11 +44,9 @@ void Committed(Rank* rank, int64_t version) {
 struct Fixture {
   explicit Fixture(milliseconds reattach = milliseconds(0))
       : pusher(WithSpec(ConnectTo(daemon, reattach), 2), model),
-        a(Shadowed(ConnectTo(daemon, reattach), "a"), model, HoldWhole(model), true),
-        b0(Shadowed(ConnectTo(daemon, reattach), "b", 0, 2), model, HoldSlice(model, 0, 0, 2),
-           true),
-        b1(Shadowed(ConnectTo(daemon, reattach), "b", 1, 2), model, HoldSlice(model, 0, 1, 2),
-           true) {}
+        a(Shadowed(ConnectTo(daemon, reattach), "a"), model, whole, ArenaFor(whole)),
+        b0(Shadowed(ConnectTo(daemon, reattach), "b", 0, 2), model, first, ArenaFor(first)),
+        b1(Shadowed(ConnectTo(daemon, reattach), "b", 1, 2), model, second, ArenaFor(second)) {}
   void Installed(int64_t version) {
     const absl::Status installed = pusher.Install(version);
     INFO(installed);
@@ -52,6 +56,9 @@ struct Fixture {
   std::vector<Rank*> ranks() { return {&a, &b0, &b1}; }
 
   const Model model = MixedModel();
+  const Held whole = HoldWhole(model);
+  const Held first = HoldSlice(model, 0, 0, 2);
+  const Held second = HoldSlice(model, 0, 1, 2);
   Daemon daemon;
   Pusher pusher;
   Rank a;
@@ -87,7 +94,8 @@ TEST_CASE("compiled refits are staged too, and their moves are kept for each sid
   Daemon daemon;
   Shards trainer(ShardsOn(daemon), model, HoldWhole(model));
   REQUIRE(trainer.Register().ok());
-  Rank whole(Shadowed(ConnectTo(daemon), "whole"), model, HoldWhole(model), true);
+  Rank whole(Shadowed(ConnectTo(daemon), "whole"), model, HoldWhole(model),
+             ArenaFor(HoldWhole(model)));
   Rank in_place(ConnectTo(daemon), "in_place", client::Delivery::kInPlace, model);
   for (int64_t version = 1; version <= 6; ++version) {
     trainer.Fill(version);
@@ -134,8 +142,8 @@ TEST_CASE("a rank that is silent when it has to flip is evicted, and catches up"
   const Model model = MixedModel();
   Daemon daemon({"--limits-ready-ms=300"});
   Pusher pusher(WithSpec(ConnectTo(daemon), 2), model);
-  Rank a(Shadowed(ConnectTo(daemon), "a"), model, HoldWhole(model), true);
-  Rank b(Shadowed(ConnectTo(daemon), "b"), model, HoldWhole(model), true);
+  Rank a(Shadowed(ConnectTo(daemon), "a"), model, HoldWhole(model), ArenaFor(HoldWhole(model)));
+  Rank b(Shadowed(ConnectTo(daemon), "b"), model, HoldWhole(model), ArenaFor(HoldWhole(model)));
   REQUIRE(pusher.Install(1).ok());
   b.Flip(Rank::Flips::kNever);
   const absl::Status installed = pusher.Install(2);
@@ -151,7 +159,8 @@ TEST_CASE("a rank that is silent when it has to flip is evicted, and catches up"
 TEST_CASE("a trainer that dies while it stages changes nothing") {
   const Model model = MixedModel();
   Daemon daemon;
-  Rank a(Shadowed(WithSpec(ConnectTo(daemon), 1), "a"), model, HoldWhole(model), true);
+  Rank a(Shadowed(WithSpec(ConnectTo(daemon), 1), "a"), model, HoldWhole(model),
+         ArenaFor(HoldWhole(model)));
   {
     Pusher first(ConnectTo(daemon), model);
     REQUIRE(first.Install(1).ok());
@@ -207,16 +216,39 @@ TEST_CASE("an engine that registers again after flips is written where it does n
   }
 }
 
+TEST_CASE("an arena goes from engine to engine with the weights in it") {
+  const Model model = MixedModel();
+  const Held held = HoldWhole(model);
+  Daemon daemon;
+  const std::shared_ptr<client::Arena> arena = ArenaFor(held);
+  Pusher pusher(WithSpec(ConnectTo(daemon), 1), model);
+  client::EngineOptions options = Shadowed(ConnectTo(daemon), "a");
+  // An odd number of flips in each life, so that each engine has the other side as its front.
+  for (int64_t version = 1; version <= 4; ++version) {
+    Rank rank(options, model, held, arena);
+    CHECK(rank.memory() == arena->data());
+    const absl::Status second = rank.engine().AddArena(arena).status();
+    CHECK(second.code() == absl::StatusCode::kFailedPrecondition);
+    REQUIRE(pusher.Install(version).ok());
+    Committed(&rank, version);
+    CHECK(rank.seen().flips == 1);
+    options.held_version = Version(version);
+  }
+}
+
 TEST_CASE("layouts with backs that can't be are refused by name") {
   const Model model = PlainModel(1, 4, 8);
   Daemon daemon;
   auto attached = client::Engine::Attach(Shadowed(WithSpec(ConnectTo(daemon), 1), "a"));
   REQUIRE(attached.ok());
   client::Engine& engine = **attached;
-  CHECK(engine.NewArena(0).status().code() == absl::StatusCode::kInvalidArgument);
-  CHECK(engine.NewArena(-5).status().code() == absl::StatusCode::kInvalidArgument);
-  CHECK_FALSE(engine.NewArena(int64_t{1} << 50).ok());
-  auto arena = engine.NewArena(4096);
+  const client::ConnectOptions host;
+  CHECK(client::Arena::Make(0, host).status().code() == absl::StatusCode::kInvalidArgument);
+  CHECK(client::Arena::Make(-5, host).status().code() == absl::StatusCode::kInvalidArgument);
+  CHECK_FALSE(client::Arena::Make(int64_t{1} << 50, host).ok());
+  auto memory = client::Arena::Make(4096, host);
+  REQUIRE(memory.ok());
+  auto arena = engine.AddArena(*memory);
   auto region = engine.NewRegion(4096);
   REQUIRE(arena.ok());
   REQUIRE(region.ok());

@@ -38,10 +38,15 @@ class Rank {
   Rank(client::ConnectOptions connect, const std::string& instance, client::Delivery delivery,
        const Model& model)
       : Rank({.connect = std::move(connect), .instance = instance, .delivery = delivery}, model,
-             HoldWhole(model), /*arena=*/false) {}
-  // `arena`: the rank's weights lie in an arena, which is checked whenever the rank is idle too.
-  Rank(client::EngineOptions options, const Model& model, Held held, bool arena)
-      : model_(model), delivery_(options.delivery), arena_(arena), held_(std::move(held)) {
+             HoldWhole(model), /*arena=*/nullptr) {}
+  // `arena`: not null: the rank's weights lie there, and are checked whenever the rank is idle too.
+  Rank(client::EngineOptions options, const Model& model, Held held,
+       const std::shared_ptr<client::Arena>& arena)
+      : model_(model),
+        delivery_(options.delivery),
+        arena_(arena != nullptr),
+        held_(std::move(held)) {
+    seen_.committed = options.held_version;
     const client::Delivery delivery = options.delivery;
     if (delivery == client::Delivery::kLoader) options.manifest = model;
     auto engine = client::Engine::Attach(options);
@@ -49,13 +54,14 @@ class Rank {
     REQUIRE(engine.ok());
     engine_ = *std::move(engine);
     if (delivery == client::Delivery::kInPlace) {
-      auto region =
-          arena ? engine_->NewArena(held_.region_bytes) : engine_->NewRegion(held_.region_bytes);
+      auto region = arena_ ? engine_->AddArena(arena) : engine_->NewRegion(held_.region_bytes);
       INFO(region.status());
       REQUIRE(region.ok());
       region_ = *std::move(region);
-      const std::string empty = EmptyImage(held_.region_bytes);
-      empty.copy(region_->data(), empty.size());
+      if (!options.held_version.has_value()) {
+        const std::string empty = EmptyImage(held_.region_bytes);
+        empty.copy(region_->data(), empty.size());
+      }
       for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
       REQUIRE(engine_->Register(held_.layout).ok());
     }

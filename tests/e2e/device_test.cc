@@ -803,10 +803,13 @@ class ClientEngine {
     engine_ = *std::move(engine);
     const int64_t bytes = (held_.region_bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
     if (arena) {
-      auto made = engine_->NewArena(held_.region_bytes);
+      auto made = client::Arena::Make(held_.region_bytes, options.connect);
       INFO(made.status());
       REQUIRE(made.ok());
-      region_ = *std::move(made);
+      auto region = engine_->AddArena(*std::move(made));
+      INFO(region.status());
+      REQUIRE(region.ok());
+      region_ = *std::move(region);
       memory_ = region_->data();
     } else {
       int fd = -1;

@@ -432,7 +432,7 @@ def check_five_versions(
         assert rank["delivery"]["proof"] is None or not rank["delivery"]["proof"]["failed"], rank["delivery"]["proof"]
     found = dict(ranks[0]["delivery"])
     processed = {re.sub(r"layers\.\d+", "layers.N", parameter): why for parameter, why in found["processed"].items()}
-    print(f"{name}, {dtype}: {len(found['direct'])} direct, {len(found['processed'])} processed {processed}, arena of {found['arena_bytes']} bytes, proof {found['proof']}")
+    print(f"{name}, {dtype}: {len(found['direct'])} direct, {len(found['processed'])} processed {processed}, loader tensors of {found['loader_bytes']} bytes, proof {found['proof']}")
     return found
 
 

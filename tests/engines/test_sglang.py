@@ -43,9 +43,9 @@ def test_five_versions_of_each_architecture(name: str, folder: Path, daemon: Any
 
 @pytest.mark.parametrize("name", ["qwen3-moe"])
 def test_five_versions_where_nothing_proves_direct_delivery(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
-    """An engine that started from its checkpoint has no evidence: what SGLang post-processes goes through the arena."""
+    """An engine that started from its checkpoint has no evidence: what SGLang post-processes goes through loader tensors."""
     delivery = check_five_versions(name, folder, daemon, tmp_path, live={"load_format": "auto"})
-    assert delivery["processed"] and delivery["direct"] and delivery["arena_bytes"]
+    assert delivery["processed"] and delivery["direct"] and delivery["loader_bytes"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])

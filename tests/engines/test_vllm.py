@@ -87,12 +87,43 @@ def test_five_versions_where_linear_layers_are_prepacked(name: str, folder: Path
     if name != "qwen3-moe":
         checkpoint = load_file(models.make(name, folder, 1, "float32") / "model.safetensors")
         dropped = sum(tensor.nbytes for key, tensor in checkpoint.items() if key.endswith("_proj.weight"))
-        assert delivery["arena_bytes"] == dropped
+        assert delivery["loader_bytes"] == dropped
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-one-kv-head", "qwen3-odd-vocabulary", "qwen3-moe"])
 def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     check_five_versions(name, folder, daemon, tmp_path, tp=2)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, tp",
+    [("qwen3", "bfloat16", 1), ("qwen3-tied", "float32", 1), ("qwen3-moe", "bfloat16", 1), ("deepseek-v2-lite", "bfloat16", 1), ("qwen3", "bfloat16", 2)],
+)
+def test_five_versions_into_arenas(
+    name: str, dtype: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions arrive in the other side of the weights, and parameters keep their values between the exchanges."""
+    if name in ATTENTION and VERSION < (0, 32) and not VLLM_ON_GPU:
+        pytest.skip("this version of vLLM has no such attention on a CPU")
+    monkeypatch.setenv("REFITD_ARENA", "device")
+
+    def staged(engine: EngineProcess, version: int) -> None:
+        assert all(rank["staged"] for rank in engine.call("status")), version
+
+    delivery = check_five_versions(name, folder, daemon, tmp_path, dtype=dtype, tp=tp, each=staged)
+    assert delivery["arena_bytes"] and not any("arena" in why for why in delivery["processed"].values()), delivery
+
+
+def test_an_arena_needs_the_load_format(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFITD_ARENA", "device")
+    checkpoint = models.make("qwen3", folder, 1)
+    trainer = CheckpointTrainer(daemon.socket, checkpoint)
+    try:
+        with EngineProcess(checkpoint, tmp_path / "live.log", follow=following(daemon), dtype="bfloat16", load_format="auto") as engine:
+            with pytest.raises(EngineFailed, match="arena: only weights whose post-processing was watched"):
+                engine.started()
+    finally:
+        trainer.close()
 
 
 def test_stages_of_a_pipeline_are_proved_and_take_a_version(folder: Path, daemon: Any, tmp_path: Path) -> None:

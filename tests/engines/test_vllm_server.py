@@ -62,8 +62,10 @@ def check_counts(counted: dict[int, int], load: Load, answers: dict[int, int]) -
     assert counted == {version: told[version] for version in counted}
 
 
-def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("arena", ["off", "device"])
+def test_server_under_load(arena: str, checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No completion fails or is cut, answers are those of the version that they tell, and no answer of random weights is ever given."""
+    monkeypatch.setenv("REFITD_ARENA", arena)
     with testing.daemon() as daemon:
         trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
         with Server(checkpoints[0], tmp_path / "server.log", daemon.socket) as server:
@@ -86,7 +88,9 @@ def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
             for version in range(3, 23):
                 seconds.append(trainer.send(version, checkpoints[(version + 1) % 2]).seconds)
                 server.until(lambda: ready(server, version), f"version {version}")
-                pauses.append(server.get("/refitd/status")[1]["last_pause_seconds"])
+                status = server.get("/refitd/status")[1]
+                assert status["staged"] == (arena == "device"), status
+                pauses.append(status["last_pause_seconds"])
                 server.check_answer(PROMPT, expected[(version + 1) % 2], version)
                 if NATIVE_VERSIONS:
                     assert server.choice(PROMPT)[0]["refitd_version"] == [{"version": version, "start": 0, "end": 8}]
@@ -100,6 +104,7 @@ def test_server_under_load(checkpoints: list[Path], tmp_path: Path) -> None:
     if NATIVE_VERSIONS:
         assert any(len(spans) > 1 for spans in load.spans), "no completion was under way during an update: the test shows nothing"
     figures = {
+        "arena": arena,
         "gap_p50_ms": [1e3 * percentile(run.gaps, 0.5) for run in (quiet, load)],
         "gap_p99_ms": [1e3 * percentile(run.gaps, 0.99) for run in (quiet, load)],
         "refit_p50_ms": 1e3 * percentile(seconds, 0.5),

@@ -25,7 +25,8 @@ from .errors import (
 from .layout import Box, Layout, PushedTensors, TensorSpec
 from .layout.capture import Captured, capture
 from .layout.cuda import CudaMemory
-from .layout.memory import FilledMemory, HostMemory, Region, RegionMemory, adopt, empty, locate
+from .layout.memory import FilledMemory, HostMemory, Region, RegionMemory, empty, locate
+from .layout.placement import adopt
 from .layout.shards import Shard
 from .serving.rank import EngineLoop
 from .trainer import InstanceOutcome, Trainer, Update, UpdateResult, replace_group

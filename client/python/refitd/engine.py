@@ -24,7 +24,7 @@ from ._core.native import check, last_failure, made_by, shown, text
 from ._core.tensors import Places, describe, is_module
 from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument
 from .layout import Box, TensorSpec, devices
-from .layout.memory import BY_CODE, DTYPES, Arena, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, move_storages, resolve, versioned
+from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
 
 if TYPE_CHECKING:
     import numpy
@@ -350,49 +350,6 @@ class Engine(Member):
         self._attach(options)
 
     # ---- layout ----
-
-    def adopt(self, module: torch.nn.Module, *, buffers: bool = True) -> None:
-        """Moves a module's parameters, and buffers, into an arena of this engine: memory with two sides on the engine's device. Call it once
-        the weights are loaded, before register() and before CUDA graphs are captured.
-
-        From then on versions are written to the other side while the engine serves. Prepare comes with `flip` when a version is complete and
-        verified, and ready() exchanges the sides, which takes microseconds on the host and milliseconds on a GPU. Tensors keep their addresses,
-        values and ties. The arena takes twice the bytes of what it holds. What the module writes while it serves (counters, statistics) must
-        not be in it: the other side would not have it.
-
-        Args:
-            module: A torch module. Tensors on other devices than the engine's, and those in regions or arenas already, stay where they are.
-            buffers: Whether its buffers are moved as well.
-
-        Raises:
-            ResourceExhausted: There is too little memory for the arena.
-        """
-        tensors: list[torch.Tensor] = list(module.parameters())
-        if buffers:
-            tensors += list(module.buffers())
-        with paused():
-            self._follow_memory(devices.device_of(tensors))
-        kind = devices.kind_of(self.device)
-        if kind is None:
-            move_storages(tensors, "cpu", self._new_arena)
-            return
-        kind.synchronize_all(self.device)
-        move_storages(tensors, kind.torch_type, self._new_arena)
-        kind.synchronize_all(self.device)
-
-    def _new_arena(self, nbytes: int) -> tuple[Arena, HostBytes | DeviceBytes]:
-        def make() -> Arena:
-            with self._handle as handle:
-                made = made_by("refit_engine_new_arena", handle, nbytes, free="refit_region_free", what="an arena", context=self.label)
-                with made as region:
-                    library = native.library()
-                    arena = Arena(library.refit_region_data(region), library.refit_region_bytes(region), made)
-            with self._lock:
-                self._known[arena] = made
-            return arena
-
-        arena = interruptible(make, cancel=ends_soon)
-        return arena, devices.bytes_at(self.device, arena.pointer, arena.nbytes, arena)
 
     def register(
         self, layout: Any, *, buffers: bool | Sequence[str] = True, leave_out: Sequence[str] = (), tied: bool | Mapping[str, str] = True

@@ -56,22 +56,22 @@ class ArenaTest(DaemonTest):
 
     def adopted(self):
         model = Model()
+        refitd.adopt(model, arena=True)
         engine = self.engine()
-        engine.adopt(model)
         engine.register(model)
         return model, engine
 
     def test_tensors_keep_values_addresses_and_ties(self):
         model = Model()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        engine = self.engine()
-        engine.adopt(model)
+        refitd.adopt(model, arena=True)
         for name, tensor in model.state_dict().items():
             self.assertTrue(torch.equal(tensor, before[name]), name)
         self.assertEqual(model.head.weight.data_ptr(), model.embed.weight.data_ptr())
         addresses = [parameter.data_ptr() for parameter in model.parameters()]
-        engine.adopt(model)  # there already
+        refitd.adopt(model, arena=True)  # there already
         self.assertEqual(addresses, [parameter.data_ptr() for parameter in model.parameters()])
+        engine = self.engine()
         engine.register(model)
         server = Server(self, engine)
         for version in range(1, 4):
@@ -110,16 +110,30 @@ class ArenaTest(DaemonTest):
 
     def test_an_arena_of_another_engine_is_refused(self):
         model, _ = self.adopted()
-        with self.assertRaisesRegex(refitd.InvalidArgument, "another engine"):
+        with self.assertRaisesRegex(refitd.FailedPrecondition, "another engine"):
             self.engine("b").register(model)
 
-    def test_the_memory_outlives_its_engine(self):
+    def test_an_arena_of_a_trainer_is_refused(self):
+        model = Model()
+        refitd.adopt(model, arena=True)
+        with self.assertRaisesRegex(refitd.InvalidArgument, "only engines have"):
+            self.sender.register(model)
+
+    def test_the_memory_outlives_its_engine_and_serves_the_next(self):
         model, engine = self.adopted()
-        expected = model(torch.arange(8))
-        engine.close()
-        del engine
-        gc.collect()
-        self.assertTrue(torch.equal(model(torch.arange(8)), expected))
+        for version in range(1, 4):
+            server = Server(self, engine)
+            self.source.load_state_dict(other(version))
+            self.sender.refit(version)
+            server.wait_for(refitd.Committed)
+            expected = model(torch.arange(8))
+            self.assertTrue(torch.equal(expected, self.source(torch.arange(8))))
+            engine.close()
+            del engine
+            gc.collect()
+            self.assertTrue(torch.equal(model(torch.arange(8)), expected))
+            engine = self.engine(held_version=version)
+            engine.register(model)
 
 
 if __name__ == "__main__":

@@ -210,13 +210,13 @@ def test_the_same_loaders_are_captured_on_meta_parameters(seed):
     if repacked:
         with pytest.raises(FailedPrecondition, match="processed after loading"):
             captured.boxes  # noqa: B018
-    arenas = {
+    tensors = {
         name: torch.zeros(1).new_zeros(1000, dtype=getattr(torch, p.dtype)).as_strided(p.shape, p.strides)
         for name, p in captured.processed.items()
     }
-    deliver(captured.place(arenas), weights)
+    deliver(captured.place(tensors), weights)
     for name, expected in twin.named_parameters():
-        assert torch.equal(arenas.get(name, kernel[name]), expected), name
+        assert torch.equal(tensors.get(name, kernel[name]), expected), name
 
 
 def test_a_parameter_with_other_geometry_than_the_kernels_is_processed():

@@ -559,16 +559,20 @@ class Member:
     def _known_region(self, region: Region | Arena) -> Handle:
         """The C region that makes `region` known to this member's daemon; made at its first use.
 
-        Raises InvalidArgument for an arena of another engine.
+        Raises InvalidArgument for a trainer's tensor in an arena, FailedPrecondition for an arena that another engine has.
         """
         with self._lock:
             known = self._known.get(region)
             if known is None:
-                if isinstance(region, Arena):
-                    raise InvalidArgument(f"{self.label}: a tensor lies in the arena of another engine")
+                made = partial(made_by, free="refit_region_free", what="a region", context=self.label)
                 with self._handle as handle:
-                    given = (handle, region.descriptor, region.nbytes)
-                    known = made_by(f"refit_{self._kind}_add_memfd", *given, free="refit_region_free", what="a region", context=self.label)
+                    if isinstance(region, Region):
+                        known = made(f"refit_{self._kind}_add_memfd", handle, region.descriptor, region.nbytes)
+                    elif self._kind == "engine":
+                        with region.handle as arena:
+                            known = made("refit_engine_add_arena", handle, arena)
+                    else:
+                        raise InvalidArgument(f"{self.label}: a tensor lies in an arena, which only engines have")
                 self._known[region] = known
             return known
 

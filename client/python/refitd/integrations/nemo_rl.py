@@ -28,7 +28,7 @@ from nemo_rl.utils.checkpoint_engines.base import CheckpointEngine
 
 from ..engine import Engine
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from ..layout.memory import adopt
+from ..layout.placement import adopt
 from ..trainer import Trainer
 from . import Settings, known_version, next_version, on_thread, receive
 from .vllm.versions import backend_here

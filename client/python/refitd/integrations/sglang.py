@@ -26,7 +26,7 @@ from typing import Any
 from .. import errors
 from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from ..serving.delivery import ATTRIBUTE, Delivery, Snapshot, Steps, changes, keep_memory, proved, synchronise, tensors_of
+from ..serving.delivery import ATTRIBUTE, Delivery, Snapshot, Steps, keep_memory, note_changes, proved, synchronise, tensors_of
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
 from ..serving.proof import Probe, digest, token_ids, tokens_for, union_over
 from ..serving.rank import EngineLoop, Rank
@@ -479,7 +479,7 @@ def _load_model(original: Any, loader: Any, **options: Any) -> Any:
     model = original(loader, **options)
     if _loading:
         snapshots, formats = _loading
-        object.__setattr__(model, ATTRIBUTE, {id(layer): changes(layer, before) for layer, before in snapshots})
+        note_changes(model, snapshots, Settings.of().arena != "off", sys.modules[__name__])
         object.__setattr__(model, _FORMATS, formats)
         _loading.clear()
     return model
@@ -832,9 +832,9 @@ class Backend:
         seen = []
         for seed in (1, 2):
             generator = torch.Generator(device=self._device).manual_seed(seed)
-            for tensor in made.arena.values():
+            for tensor in made.loader_tensors.values():
                 tensor.copy_(torch.rand(tensor.shape, generator=generator, device=self._device).to(tensor.dtype))
-            reload(self.model, made.arena.items(), made.modules)
+            reload(self.model, made.loader_tensors.items(), made.modules)
             named = dict((*self.model.named_parameters(), *self.model.named_buffers()))
             seen.append({name: digest(named[name]) for name in made.processed if named[name].numel()})
         for name, first in seen[0].items():
@@ -845,8 +845,8 @@ class Backend:
                 )
 
     def _process(self, delivery: Delivery) -> None:
-        if delivery.arena:
-            reload(self.model, delivery.arena.items(), delivery.modules)
+        if delivery.loader_tensors:
+            reload(self.model, delivery.loader_tensors.items(), delivery.modules)
         self._derive(delivery)
 
     def _derive(self, delivery: Delivery) -> None:

@@ -33,7 +33,7 @@ from skyrl.backends.skyrl_train.weight_sync.transfer_strategy import WeightSyncI
 from .._core.member import Connect, GroupSpec
 from ..errors import Error, FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout import devices
-from ..layout.memory import adopt
+from ..layout.placement import adopt
 from ..layout.shards import MadeMapping, MadeOf
 from ..trainer import Trainer
 from . import Ranks, first_difference, on_thread

@@ -24,7 +24,7 @@ import transformers
 
 from .._core.member import Connect, GroupSpec
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented, UpdateAborted
-from ..layout.memory import adopt
+from ..layout.placement import adopt
 from ..layout.shards import Added, MadeOf, MadeShards, Shard
 from ..trainer import Trainer, UpdateResult
 from . import next_version

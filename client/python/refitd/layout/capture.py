@@ -84,27 +84,27 @@ class Captured:
     untouched: list[str]
     module: Any = field(repr=False)
     _parameters: dict[str, Any] = field(repr=False)
-    _arenas: dict[str, Any] = field(default_factory=dict, repr=False)
+    _loader_tensors: dict[str, Any] = field(default_factory=dict, repr=False)
     _accepted: bool = False
     _made: list[Box] | None = field(default=None, repr=False)
 
-    def place(self, arenas: Mapping[str, Any]) -> Captured:
-        """Delivers processed parameters into `arenas`: by name a tensor of the parameter's dtype, shape and strides.
+    def place(self, loader_tensors: Mapping[str, Any]) -> Captured:
+        """Delivers processed parameters into `loader_tensors`: by name a tensor of the parameter's dtype, shape and strides.
 
         Raises InvalidArgument for a tensor that differs or is no processed parameter. Returns this object.
         """
-        for name, arena in arenas.items():
+        for name, tensor in loader_tensors.items():
             wanted = self.processed.get(name)
             if wanted is None:
                 raise InvalidArgument(f"parameter '{name}' is not processed", culprit=f"parameter '{name}'")
-            found = (resolve(arena.dtype).name, tuple(arena.shape), tuple(arena.stride()))
+            found = (resolve(tensor.dtype).name, tuple(tensor.shape), tuple(tensor.stride()))
             if found != (wanted.dtype, wanted.shape, wanted.strides):
                 raise InvalidArgument(
-                    f"parameter '{name}': the loader fills {wanted.dtype} {wanted.shape} with strides {wanted.strides}, the arena is "
+                    f"parameter '{name}': the loader fills {wanted.dtype} {wanted.shape} with strides {wanted.strides}, the given tensor is "
                     f"{found[0]} {found[1]} with strides {found[2]}",
                     culprit=f"parameter '{name}'",
                 )
-        self._arenas.update(arenas)
+        self._loader_tensors.update(loader_tensors)
         self._made = None
         return self
 
@@ -120,9 +120,9 @@ class Captured:
 
     @property
     def boxes(self) -> list[Box]:
-        """The boxes to register, in the memory of the parameters and arenas.
+        """The boxes to register, in the memory of the parameters and of the tensors that place() got.
 
-        Raises FailedPrecondition where tensors are unsupported (see `without_unsupported`) or processed parameters have no arena.
+        Raises FailedPrecondition where tensors are unsupported (see `without_unsupported`) or processed parameters have no place.
         """
         if self._made is None:
             self._made = self._make_boxes()
@@ -134,16 +134,16 @@ class Captured:
             raise FailedPrecondition(
                 f"{len(self.unsupported)} tensors can't be delivered in place: '{first}' {self.unsupported[first]}", tensor=first
             )
-        unplaced = next((name for name in self.processed if name not in self._arenas), None)
+        unplaced = next((name for name in self.processed if name not in self._loader_tensors), None)
         if unplaced is not None:
             raise FailedPrecondition(
                 f"{len(self.processed)} parameters are processed after loading and can't be written in place, such as '{unplaced}': "
-                "give each an arena by place()",
+                "give each a tensor by place()",
                 culprit=f"parameter '{unplaced}'",
             )
         boxes = _boxes_in(self.direct, self.tensors, self._parameters)
         for processed in self.processed.values():
-            boxes += _boxes_in(processed.copies, self.tensors, self._arenas)
+            boxes += _boxes_in(processed.copies, self.tensors, self._loader_tensors)
         return boxes
 
 

@@ -488,6 +488,11 @@ class CudaKind(DeviceKind):
 
         torch.cuda.current_stream(None if device is None else device_index(device)).synchronize()
 
+    def release_unused(self) -> None:
+        import torch
+
+        torch.cuda.empty_cache()
+
     def synchronize_all(self, device: str | None = None) -> None:
         import torch
 

@@ -125,6 +125,10 @@ class DeviceKind(abc.ABC):
         """Waits for the current stream of `device`; None: of the current device."""
 
     @abc.abstractmethod
+    def release_unused(self) -> None:
+        """Gives memory that torch keeps and nothing uses back to the devices."""
+
+    @abc.abstractmethod
     def synchronize_all(self, device: str | None = None) -> None:
         """Waits for all streams of `device`; None: of the current device."""
 

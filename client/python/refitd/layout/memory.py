@@ -24,7 +24,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from ..errors import InvalidArgument, ResourceExhausted, Unimplemented
 
@@ -235,7 +235,7 @@ Memory = Union[HostMemory, RegionMemory, FilledMemory, DeviceMemory]
 # Tensors begin at multiples of this, a cache line, where copies are fastest.
 ALIGNMENT = 64
 # `empty` cuts small tensors from regions of this size. Pages that nobody wrote take no memory.
-ARENA_BYTES = 64 << 20
+SLAB_BYTES = 64 << 20
 
 
 class Region(mmap.mmap):
@@ -338,11 +338,11 @@ class Region(mmap.mmap):
 
 
 class Arena:
-    """Memory of an engine with two sides (`Engine.adopt`): `nbytes` bytes from `pointer`, on the engine's device. All tensors made of it
-    keep it."""
+    """Memory with two sides for an engine's weights (`refitd.adopt`): `nbytes` bytes from `pointer`, on a device or the host. All tensors
+    made of it keep it."""
 
     def __init__(self, pointer: int, nbytes: int, handle: Any) -> None:
-        """`handle`: the C region, which is closed with the last reference."""
+        """`handle`: the C arena, which is closed with the last reference."""
         self.pointer = pointer
         self.nbytes = nbytes
         self.handle = handle
@@ -404,7 +404,7 @@ def locate(pointer: int, nbytes: int) -> Region | Arena | None:
     return _table.locate(pointer, nbytes)
 
 
-class _Arena:
+class _Slab:
     """Cuts small pieces of memory from larger regions. Thread-safe."""
 
     def __init__(self, inherit: bool) -> None:
@@ -415,12 +415,12 @@ class _Arena:
 
     def take(self, nbytes: int) -> tuple[Region, int]:
         """A region and a byte offset in it, at a multiple of ALIGNMENT."""
-        if nbytes > ARENA_BYTES // 4:
+        if nbytes > SLAB_BYTES // 4:
             return Region(nbytes, self._inherit), 0
         with self._lock:
             region = self._region() if self._region is not None else None
             if region is None or self._used + nbytes > region.nbytes:
-                region = Region(ARENA_BYTES, self._inherit)
+                region = Region(SLAB_BYTES, self._inherit)
                 self._region = weakref.ref(region)
                 self._used = 0
             offset = self._used
@@ -428,14 +428,14 @@ class _Arena:
         return region, offset
 
     def after_fork(self) -> None:
-        # A forked child that kept its parent's arena would hand out the same bytes.
+        # A forked child that kept its parent's region would hand out the same bytes.
         self._lock = threading.Lock()
         self._region = None
 
 
-_arenas = {inherit: _Arena(inherit) for inherit in (True, False)}
-for _arena in _arenas.values():
-    os.register_at_fork(after_in_child=_arena.after_fork)
+_slabs = {inherit: _Slab(inherit) for inherit in (True, False)}
+for _slab in _slabs.values():
+    os.register_at_fork(after_in_child=_slab.after_fork)
 
 
 def aligned(nbytes: int) -> int:
@@ -461,97 +461,12 @@ def empty(shape: Sequence[int] | int, dtype: Any = "float32", *, like: str | Non
         raise InvalidArgument(f"shape {dims} has a negative dimension")
     kind = resolve(dtype)
     nbytes = math.prod(dims) * kind.itemsize
-    region, offset = _arenas[inherit].take(max(nbytes, 1))
+    region, offset = _slabs[inherit].take(max(nbytes, 1))
     if like not in (None, "torch", "numpy"):
         raise InvalidArgument(f"like: {like!r} is neither 'torch' nor 'numpy'")
     if like == "torch" or (like is None and "torch" in sys.modules):
         return region.tensor(dims, kind.name, offset)
     return region.array(dims, kind.name, offset)
-
-
-def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True) -> Region | None:
-    """Moves a module's CPU parameters, and buffers, into one new region; they keep their values, shapes and ties.
-
-    Tensors that share memory go on sharing it. Parameters on other devices, and those in regions already, stay where they are.
-    Optimizers go on working, since the Parameter objects are the same. Call it before threads or graphs hold on to the old memory.
-
-    Args:
-        module: A torch module.
-        buffers: Whether its buffers are moved as well.
-        inherit: Whether forked children, such as a data loader's workers, share the weights with this process, in both directions (in
-            other memory, a child has its own copy from the fork on). False: children don't have the weights, and a child that touches them
-            ends by SIGSEGV.
-
-    Returns:
-        The region; None where there was nothing to move.
-    """
-    import torch
-
-    tensors: list[torch.Tensor] = list(module.parameters())
-    if buffers:
-        tensors += list(module.buffers())
-    return adopt_tensors(tensors, inherit)
-
-
-def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Region | None:
-    """Moves the CPU tensors' storages into one new region, as `adopt` does; the tensor objects stay the same."""
-    return move_storages(tensors, "cpu", lambda nbytes: _with_bytes(Region(nbytes, inherit)))
-
-
-def _with_bytes(region: Region) -> tuple[Region, HostBytes]:
-    return region, HostBytes(region.pointer, region.nbytes, region)
-
-
-Room = TypeVar("Room")
-
-
-def move_storages(
-    tensors: Iterable[torch.Tensor], device_type: str, make: Callable[[int], tuple[Room, HostBytes | DeviceBytes]]
-) -> Room | None:
-    """Moves the storages of tensors on devices of that type into one new room, unless they lie in a region or an arena already. The tensor
-    objects stay the same, and tensors that share memory go on sharing it.
-
-    Args:
-        make: Makes the room for so many bytes, and gives its bytes.
-
-    Returns:
-        The room; None where there was nothing to move.
-    """
-    import torch
-
-    local: list[torch.Tensor] = []
-    for tensor in tensors:
-        # A DTensor's memory is its local tensor's.
-        found = getattr(tensor, "_local_tensor", tensor)
-        if found.device.type == device_type and found.numel() > 0:
-            local.append(found)
-    places: dict[int, int] = {}  # by address of a storage, its byte offset in the room
-    total = 0
-    for tensor in local:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in places or locate(storage.data_ptr(), storage.nbytes()) is not None:
-            continue
-        places[storage.data_ptr()] = total
-        total += aligned(storage.nbytes())
-    if total == 0:
-        return None
-    room, data = make(total)
-    moved: dict[int, torch.Tensor] = {}  # by address of a storage, its bytes in the room
-    with torch.no_grad():
-        for tensor in local:
-            storage = tensor.untyped_storage()
-            at = places.get(storage.data_ptr())
-            if at is None:
-                continue
-            if storage.data_ptr() not in moved:
-                before = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                moved[storage.data_ptr()] = data.part(at, storage.nbytes()).torch((storage.nbytes(),), "uint8")
-                moved[storage.data_ptr()].copy_(before)
-            whole = moved[storage.data_ptr()]
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-                whole.untyped_storage(), whole.storage_offset() // tensor.element_size() + tensor.storage_offset(), tensor.shape, tensor.stride()
-            )
-    return room
 
 
 class Source(NamedTuple):

@@ -21,8 +21,9 @@ from ..layout.memory import resolve
 PAUSES = ("keep", "wait", "abort")
 CACHES = ("reset", "keep")
 PROOFS = ("report", "require", "off")  # what is unproved is reported or refused; or the proof does not run
-# The default of Settings.arena_bytes.
-ARENA_BYTES = 8 << 30
+ARENAS = ("off", "device")
+# The default of Settings.loader_bytes.
+LOADER_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Settings:
     `pause`: what happens to requests in flight: "keep" freezes them and goes on after the update, "wait" lets them end first, "abort"
     ends them.
     `cache`: "reset" drops the prefix, encoder and multi-modal caches at each update, "keep" keeps them.
-    `arena_bytes`: the most memory that a rank spends on tensors that can't be delivered in place; a model that needs more is
+    `loader_bytes`: the most memory that a rank spends on tensors that can't be delivered in place; a model that needs more is
     refused by name.
+    `arena`: "device" keeps the weights in memory with two sides (refitd.adopt), so that a version arrives while the engine serves, and only the
+    exchange of the sides pauses it; "off" does not. Workers read it from the environment, when they load the model.
     `proof`: whether the forward is proved to read what is written (refitd.serving.proof) when a rank first attaches: "report" refuses or processes what
     fails, and reports what is unproved; "require" refuses what is unproved too; "off" runs nothing.
     `logits`: a folder, the same for all engines of the group: after each commit, before the engine goes on, the logits of fixed tokens are
@@ -54,7 +57,8 @@ class Settings:
     manifest: str | None = None
     pause: str = "keep"
     cache: str = "reset"
-    arena_bytes: int = ARENA_BYTES
+    loader_bytes: int = LOADER_BYTES
+    arena: str = "off"
     proof: str = "report"
     logits: str | None = None
     wait_seconds: float = 600.0
@@ -79,7 +83,7 @@ class Settings:
                     raise InvalidArgument(f"{field.name}: {value!r} is negative", culprit=field.name)
             values[field.name] = value
         made = cls(**values)
-        for name, allowed in (("pause", PAUSES), ("cache", CACHES), ("proof", PROOFS)):
+        for name, allowed in (("pause", PAUSES), ("cache", CACHES), ("arena", ARENAS), ("proof", PROOFS)):
             if getattr(made, name) not in allowed:
                 raise InvalidArgument(f"{name}: {getattr(made, name)!r} is none of {', '.join(allowed)}", culprit=name)
         return made

@@ -1,7 +1,7 @@
 """Decides for each parameter of an engine's model how new weights get there, by evidence, and proves it.
 
 - *direct*: the daemon writes the parameter itself. Only where the evidence says that the module's kernel reads what the loader wrote.
-- *processed*: the daemon writes the checkpoint's tensors into an arena, and the engine's own reload takes them from there: it fills the
+- *processed*: the daemon writes the checkpoint's tensors, the *loader tensors*, into memory of their own, and the engine's own reload takes them from there: it fills the
   module in the loader's format, post-processes it, and copies the result into the old storage, module by module. Modules that only
   prepack their parameters (`Prepacked`) need no reload: the daemon writes their parameters in the loader's format, and they prepack
   these, without the copies in between.
@@ -35,7 +35,8 @@ from typing import TYPE_CHECKING, Any
 from .._core.tensors import Places
 from ..errors import Error, FailedPrecondition
 from ..layout import Box, TensorSpec
-from ..layout.memory import DTYPES, adopt_tensors, empty, resolve, torch_dtype
+from ..layout.memory import DTYPES, Arena, empty, locate, resolve, torch_dtype
+from ..layout.placement import adopt_in_arenas, adopt_tensors, empty_in_arena
 from . import proof
 from .proof import Probe, Proof, Prover, digest
 
@@ -96,6 +97,26 @@ def changes(module: Any, before: Snapshot) -> list[str]:
 def _attributes(owner: Any) -> dict[str, Any]:
     """The attributes that are no parameters, buffers or submodules: the objects, so that no later object gets the id of one."""
     return {name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
+
+
+def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], arena: bool, inside: Any) -> None:
+    """Leaves the evidence in a model that was loaded and post-processed. `before`: its modules' snapshots between the two. `arena`: moves the
+    parameters that may be written in place into arenas (refitd.adopt), before the engine measures its memory and captures graphs.
+    `inside`: as in decide()."""
+
+    def note() -> None:
+        object.__setattr__(model, ATTRIBUTE, {id(layer): changes(layer, snapshot) for layer, snapshot in before})
+
+    note()
+    if not arena:
+        return
+    held = _held(model)
+    try:
+        why = _reasons(model, held, inside)
+    except FailedPrecondition:
+        return  # decide() refuses the model for the same reason
+    adopt_in_arenas(entry.tensor for entry in held if entry.is_parameter and entry.name not in why)
+    note()  # views of the memory that the parameters had are copies now
 
 
 def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
@@ -179,8 +200,8 @@ class Delivery:
     """How a model's weights arrive.
 
     `direct`, `constant`: names of parameters and buffers. `processed`: by name, why. `padded`: parameters whose rows beyond the
-    vocabulary no tensor fills. `ignored`: tensors of the checkpoint that the model does not want. `arena`: by name, the
-    checkpoint's tensors that processed modules need, in memory of their own; `prepacked`: the processed modules that need no arena.
+    vocabulary no tensor fills. `ignored`: tensors of the checkpoint that the model does not want. `loader_tensors`: by name, the
+    checkpoint's tensors that processed modules need, in memory of their own; `prepacked`: the processed modules that need none of them.
     """
 
     direct: list[str]
@@ -188,7 +209,7 @@ class Delivery:
     constant: list[str]
     padded: list[str]
     ignored: list[str]
-    arena: dict[str, Any]
+    loader_tensors: dict[str, Any]
     tensors: list[TensorSpec] = field(repr=False)
     boxes: list[Box] = field(repr=False)
     attention: list[Any] = field(repr=False)
@@ -202,9 +223,15 @@ class Delivery:
     tied_names: dict[str, str] = field(default_factory=dict)
 
     @property
-    def arena_bytes(self) -> int:
+    def loader_bytes(self) -> int:
         """The bytes of memory that only the delivery needs."""
-        return sum(int(tensor.nbytes) for tensor in self.arena.values()) + sum(entry.beside for entry in self.prepacked)
+        return sum(int(tensor.nbytes) for tensor in self.loader_tensors.values()) + sum(entry.beside for entry in self.prepacked)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The bytes of a side of the arenas that what the daemon writes lies in; the loader tensors' among them."""
+        found = {locate(pointer, 1) for box in self.boxes if (pointer := getattr(box.memory, "pointer", None)) is not None}
+        return sum(arena.nbytes for arena in found if isinstance(arena, Arena))
 
     def summary(self) -> dict[str, Any]:
         """Counts and names, for logs, `GET /refitd/delivery` and tests."""
@@ -215,6 +242,7 @@ class Delivery:
             "padded": sorted(self.padded),
             "ignored": sorted(self.ignored),
             "prepacked": sorted(entry.name for entry in self.prepacked),
+            "loader_bytes": self.loader_bytes,
             "arena_bytes": self.arena_bytes,
             "proof": None if self.proof is None else self.proof.summary(),
         }
@@ -231,9 +259,14 @@ class _Entry:
 
 
 def decide(
-    model: Any, manifest: Sequence[TensorSpec], arena_bytes: int, device: Any, inside: Any, failed: Mapping[str, str] = MappingProxyType({})
+    model: Any,
+    manifest: Sequence[TensorSpec],
+    settings: Settings,
+    device: Any,
+    inside: Any,
+    failed: Mapping[str, str] = MappingProxyType({}),
 ) -> Delivery:
-    """Decides how each parameter of the model gets new weights, and makes the arena. The model keeps its values. `inside`: the module with
+    """Decides how each parameter of the model gets new weights, and makes the loader tensors. The model keeps its values. `inside`: the module with
     what is known of the engine's inside. `failed`: by parameter or module, why it is not to be written in place though nothing else tells.
 
     Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
@@ -259,7 +292,7 @@ def decide(
         names = {name for name in names if sources[name] & (modules - prepacked)}
     else:
         prepacked = set()
-    return _delivery_of(model, manifest, held, captured, modules, prepacked, names, why, arena_bytes, device, inside)
+    return _delivery_of(model, manifest, held, captured, modules, prepacked, names, why, settings, device, inside)
 
 
 def _reason_in(failed: Mapping[str, str], name: str) -> str:
@@ -427,14 +460,14 @@ def _delivery_of(
     prepacked: set[int],
     names: set[str],
     why: dict[str, str],
-    arena_bytes: int,
+    settings: Settings,
     device: Any,
     inside: Any,
 ) -> Delivery:
     """Makes the Delivery from what decide() found; refuses a model of which something can't be delivered.
 
-    `modules`, `prepacked`: ids of the modules to process, and of those among them that only prepack. `names`: the tensors that the
-    arena must have. `why`: by parameter, why its module can't be written in place.
+    `modules`, `prepacked`: ids of the modules to process, and of those among them that only prepack. `names`: the loader
+    tensors. `why`: by parameter, why its module can't be written in place.
     """
     module_of = {entry.name: id(entry.module) for entry in held}
     _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
@@ -456,11 +489,12 @@ def _delivery_of(
     _refuse({entry.name: "gets no tensor of the checkpoint" for entry in rest if entry.is_parameter}, "parameters would stay as they are")
     padded = _padded(held, captured, inside)
     specs = {spec.name: spec for spec in manifest}
-    packing = _prepacked(model, held, captured, prepacked)
+    packing = _prepacked(model, held, captured, prepacked, settings.arena != "off")
     total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
-    _check_room(total, arena_bytes, processed)
-    arena = _make_arena([specs[name] for name in sorted(names)], device)
+    _check_room(total, settings.loader_bytes, processed)
+    arena = settings.arena != "off"
+    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], device, arena)
     attention = [module for module in model.modules() if inside.is_attention(module)]
     made = Delivery(
         direct=[entry.name for entry in direct],
@@ -468,7 +502,7 @@ def _delivery_of(
         constant=[entry.name for entry in rest],
         padded=padded,
         ignored=list(captured.ignored),
-        arena=arena,
+        loader_tensors=loader_tensors,
         tensors=[*captured.tensors, *(specs[name] for name in captured.cast)],
         boxes=[],
         attention=attention,
@@ -478,7 +512,7 @@ def _delivery_of(
         derived=sorted(made_later),
         tied_names=_tied_names(model, captured.ignored, specs),
     )
-    made.boxes = _boxes(made, captured, direct, held, device)
+    made.boxes = _boxes(made, captured, direct, held, device, arena)
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
@@ -512,20 +546,21 @@ def _padded(held: Sequence[_Entry], captured: Any, inside: Any) -> list[str]:
     return padded
 
 
-def _check_room(total: int, arena_bytes: int, processed: dict[str, str]) -> None:
-    """Refuses an arena of `total` bytes if that is more than the limit `arena_bytes`."""
-    if total <= arena_bytes:
+def _check_room(total: int, loader_bytes: int, processed: dict[str, str]) -> None:
+    """Refuses loader tensors of `total` bytes if that is more than the limit `loader_bytes`."""
+    if total <= loader_bytes:
         return
     first = next(iter(processed))
     raise FailedPrecondition(
-        f"{len(processed)} parameters must be processed after loading, which takes an arena of {total} bytes, and arena_bytes is "
-        f"{arena_bytes}: '{first}' {processed[first]}",
+        f"{len(processed)} parameters must be processed after loading, which takes {total} bytes, and loader_bytes is "
+        f"{loader_bytes}: '{first}' {processed[first]}",
         culprit=f"parameter '{first}'",
     )
 
 
-def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set[int]) -> list[Prepacked]:
-    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written."""
+def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set[int], arena: bool) -> list[Prepacked]:
+    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written. With `arena` it is
+    not yet in an arena."""
     import torch
 
     from ..layout.capture import _span
@@ -540,33 +575,36 @@ def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set
         wanted = captured.processed[entry.name]
         filled = entry.tensor
         if (resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
-            whole = empty(_span(wanted.shape, wanted.strides), wanted.dtype, like="torch")
+            span = _span(wanted.shape, wanted.strides)
+            whole = torch.empty(span, dtype=torch_dtype(wanted.dtype)) if arena else empty(span, wanted.dtype, like="torch")
             filled = torch.nn.Parameter(whole.as_strided(wanted.shape, wanted.strides), requires_grad=False)
             found.beside += whole.nbytes
         found.filled[entry.name.rpartition(".")[2]] = filled
     return list(made.values())
 
 
-def _make_arena(specs: Sequence[TensorSpec], device: Any) -> dict[str, Any]:
+def _make_loader_tensors(specs: Sequence[TensorSpec], device: Any, arena: bool) -> dict[str, Any]:
     import torch
 
+    if arena:
+        return dict(zip((spec.name for spec in specs), empty_in_arena([(spec.shape, spec.dtype) for spec in specs], device)))
     if device.type == "cpu":
         return {spec.name: empty(spec.shape, spec.dtype, like="torch") for spec in specs}
     return {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for spec in specs}
 
 
-def _boxes(made: Delivery, captured: Any, direct: Sequence[_Entry], held: Sequence[_Entry], device: Any) -> list[Box]:
-    """The boxes to register: of parameters that are written in place, of prepacked modules, and of the arena."""
+def _boxes(made: Delivery, captured: Any, direct: Sequence[_Entry], held: Sequence[_Entry], device: Any, arena: bool) -> list[Box]:
+    """The boxes to register: of parameters that are written in place, of prepacked modules, and of the loader tensors."""
     from ..layout.capture import _boxes_in
     from ..layout.shards import collect
 
     filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
     if device.type == "cpu":
-        adopt_tensors([*(entry.tensor for entry in direct), *filled.values()])
+        (adopt_in_arenas if arena else adopt_tensors)([*(entry.tensor for entry in direct), *filled.values()])
     boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
     boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
-    whole = collect(made.arena, rank=0, tied=False)
+    whole = collect(made.loader_tensors, rank=0, tied=False)
     for box in whole.boxes:
         name = whole.tensors[box.tensor_index].name
         boxes.append(Box(index[name], box.offset, box.extent, box.strides, box.memory, box.byte_offset))
@@ -581,8 +619,8 @@ DELIVERIES = "delivery by the engine's own loader"
 
 @dataclass
 class Steps:
-    """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose arena does not reach every parameter, before the
-    first version is committed. `process`: brings what the arena has into the modules. `load`: loads tensors by the engine's own loader;
+    """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose loader tensors do not reach every parameter, before the
+    first version is committed. `process`: brings the loader tensors into the modules. `load`: loads tensors by the engine's own loader;
     returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it can't be."""
 
     inside: Any
@@ -597,10 +635,14 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     names what can't be delivered, fails or, where that is asked for, is unproved."""
     failed: dict[str, str] = {}
     while True:
-        made = decide(model, manifest, settings.arena_bytes, device, steps.inside, failed)
+        made = decide(model, manifest, settings, device, steps.inside, failed)
+        outside = _outside_arenas(model, made, device) if settings.arena != "off" else {}
+        if outside.keys() - failed.keys():
+            failed.update(outside)
+            continue
         if not clean:
             zero_padding(model, made)
-            if made.arena:
+            if made.loader_tensors:
                 steps.try_out(made)
         if settings.proof == "off":
             return made
@@ -618,6 +660,24 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     if not clean:
         zero_padding(model, made)
     return made
+
+
+def _outside_arenas(model: Any, made: Delivery, device: Any) -> dict[str, str]:
+    """By name, why parameters and buffers that might be written in place are processed: they lie in no arena, and graphs may keep addresses.
+    Raises FailedPrecondition where nothing was moved into arenas when the model was loaded."""
+    if getattr(model, ATTRIBUTE, None) is None:
+        raise FailedPrecondition(
+            "arena: only weights whose post-processing was watched can be in an arena: start the engine with the load format that "
+            "refitd's page about it names",
+            culprit="arena",
+        )
+    if device.type == "cpu":
+        return {}
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = [name for name in made.direct if not isinstance(locate(named[name].data_ptr(), 1), Arena)]
+    if found and len(found) == len(made.direct):
+        raise FailedPrecondition("arena: REFITD_ARENA was not in the worker's environment when it loaded the model", culprit="arena")
+    return dict.fromkeys(found, "lies outside of the arenas")
 
 
 def zero_padding(model: Any, made: Delivery) -> None:

@@ -107,6 +107,7 @@ class Driver:
         self._closed = threading.Event()
         self._member: Engine | None = None
         self._prepare: Prepare | None = None
+        self._staged = False  # whether the last version arrived while the engine served
         self._paused_at = 0.0
         self._incarnation: int | None = None
         self._owner: str | None = None
@@ -134,6 +135,7 @@ class Driver:
             "ready": machine.ready(),
             "attached": machine.attached,
             "version": machine.version,
+            "staged": self._staged,
             "behind": machine.behind,
             "updates": self.updates,
             "last_pause_seconds": self.last_pause_seconds,
@@ -264,6 +266,7 @@ class Driver:
             self._fail(action.version, action.reason)
         elif isinstance(action, SetVersion):
             self.updates += 1
+            self._staged = self._prepare is not None and self._prepare.flip
         elif isinstance(action, Resume):
             controls.resume()
             self.last_pause_seconds = time.monotonic() - self._paused_at

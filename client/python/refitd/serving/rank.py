@@ -28,7 +28,7 @@ from .._core.tensors import Places, Views, describe
 from ..engine import Aborted, Committed, Draining, Engine, Lost, Prepare, Reattached, Weights
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
 from ..layout import devices
-from ..layout.memory import adopt
+from ..layout.placement import adopt
 from . import PROOFS, Settings, proof
 from .delivery import Delivery, synchronise
 from .proof import Probe, Proof, Prover, token_ids, tokens_for
@@ -50,7 +50,8 @@ def _register(member: Engine, delivery: Delivery) -> None:
 class Rank:
     """Attaches, takes updates, detaches. Not thread-safe: engines call it on the thread that runs the model.
 
-    `clean`: whether the weights are one whole version. `version`: refitd's version that the weights are; None: they are none.
+    `clean`: whether the weights are one whole version. `version`: refitd's version that the weights are; None: they are none. `staged`: whether
+    that version arrived while the engine served (Settings.arena).
     """
 
     def __init__(
@@ -63,10 +64,11 @@ class Rank:
         process: Callable[[Delivery], None],
         logits: Callable[[], Any] | None = None,
     ) -> None:
-        """`decide`: makes the delivery, once. `process`: brings the arena's tensors into the modules, after each version. `logits`: runs the
+        """`decide`: makes the delivery, once. `process`: brings the loader tensors into the modules, after each version. `logits`: runs the
         model on fixed tokens, for Settings.logits."""
         self.clean = clean
         self.version: int | None = None
+        self.staged = False
         self.delivery: Delivery | None = None
         self._device = device
         self._client = client
@@ -100,7 +102,7 @@ class Rank:
             trainer_identity=settings.trainer_identity,
             device="host" if self._device.type == "cpu" else None,
             dirty=dirty,
-            # No catch-ups. A source instance's registered memory is read at any time, but an arena does not hold the model's weights,
+            # No catch-ups. A source instance's registered memory is read at any time, but loader tensors are not the model's weights,
             # and sleep frees them. A late instance gets Prepare at any time, but this rank takes events only during an update.
             catch_up=False,
             connect=settings.connect(self._client),
@@ -113,8 +115,8 @@ class Rank:
             raise
         self._member = member
         self._logger.info(
-            "refitd: %s of group %s: %d parameters direct, %d processed (arena of %d bytes), %d constant, in %.0f ms",
-            member.label, settings.group, len(self.delivery.direct), len(self.delivery.processed), self.delivery.arena_bytes,
+            "refitd: %s of group %s: %d parameters direct, %d processed (loader tensors of %d bytes), %d constant, in %.0f ms",
+            member.label, settings.group, len(self.delivery.direct), len(self.delivery.processed), self.delivery.loader_bytes,
             len(self.delivery.constant), 1e3 * (time.perf_counter() - started),
         )  # fmt: skip
 
@@ -152,6 +154,7 @@ class Rank:
             "attached": self._member is not None,
             "clean": self.clean,
             "version": self.version,
+            "staged": self.staged,
             "delivery": None if self.delivery is None else self.delivery.summary(),
         }
 
@@ -210,6 +213,7 @@ class Rank:
             self._bring_in(member, event)
             self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
             self._digest = event.digest
+            self.staged = prepare.flip
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "CLEAN"
         self.clean = clean_before and not dirty

@@ -3,8 +3,8 @@
 vLLM makes it when the model is loaded, and calls it on the worker's own thread:
 
 - `init_transfer_engine` attaches, decides the delivery of every parameter (`delivery.py`) and registers it.
-- `receive_weights` takes one update: it answers Prepare, waits for the outcome, and processes what lies in the arena
-  (memory for tensors that can't be written in place).
+- `receive_weights` takes one update: it answers Prepare, waits for the outcome, and processes the loader tensors
+  (what can't be written in place).
 - `shutdown` detaches; `init_transfer_engine` may attach anew afterwards.
 
 Ranks: refitd's rank is vLLM's, `data_parallel_index * world_size + rank`, so that all replicas of one server commit together. Where
@@ -143,8 +143,8 @@ class RefitdBackend(WeightTransferEngine):
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into the modules. Attention comes last: it reads other modules."""
         with self._derived(delivery), versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
-            if delivery.arena:
-                versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.arena.items(), delivery.modules)
+            if delivery.loader_tensors:
+                versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.loader_tensors.items(), delivery.modules)
             else:
                 self._process_attention(delivery)
 

@@ -27,7 +27,8 @@ from typing import Any
 
 from ...errors import FailedPrecondition
 from ...layout import devices
-from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Snapshot, changes
+from ...serving import Settings
+from ...serving.delivery import CONFIGURATION, Snapshot, note_changes
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -328,9 +329,7 @@ def loader_class() -> Any:
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
             model = super().load_model(vllm_config, *arguments, **options)
-            found = {id(layer): changes(layer, before) for layer, before in self._before}
-            # By module, and not by name: names of wrapped models differ from those of the loaded one.
-            object.__setattr__(model, ATTRIBUTE, found)
+            note_changes(model, self._before, Settings.of().arena != "off", sys.modules[__name__])
             object.__setattr__(model, CONFIGURATION, vllm_config)
             del self._before
             return model

@@ -1,0 +1,33 @@
+#include "client/arena_region.h"
+
+#include "transport/base/errors.h"
+#include "transport/base/status.h"
+
+namespace refitd::client {
+
+absl::StatusOr<std::shared_ptr<Region>> ArenaRegion::Share(bool back) const {
+  RegionSource source;
+  source.bytes = bytes();
+  REFITD_ASSIGN_OR_RETURN(source.fd, arena_->memory_->Share(back));
+  if (arena_->on_device_) source.kind = RegionKind::kDevice;
+  return regions_->Add(std::move(source));
+}
+
+absl::StatusOr<std::shared_ptr<ArenaRegion>> ArenaRegion::Make(
+    std::shared_ptr<Arena> arena, const std::shared_ptr<Regions>& regions) {
+  if (arena->taken_.exchange(true)) {
+    return Precondition("the arena belongs to another engine: destroy that engine first");
+  }
+  const std::shared_ptr<ArenaRegion> made(new ArenaRegion(std::move(arena), regions));
+  REFITD_ASSIGN_OR_RETURN(made->front_, made->Share(/*back=*/false));
+  REFITD_ASSIGN_OR_RETURN(made->back_, made->Share(/*back=*/true));
+  return made;
+}
+
+absl::Status ArenaRegion::Flip() {
+  REFITD_RETURN_IF_ERROR(arena_->memory_->Flip());
+  regions_->ExchangeSources(front_->id(), back_->id());
+  return absl::OkStatus();
+}
+
+}  // namespace refitd::client

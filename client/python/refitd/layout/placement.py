@@ -1,0 +1,164 @@
+"""Moves the tensors of torch modules into memory that the daemon writes: regions, and arenas, which have two sides."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from .._core import ends_soon, interruptible, native
+from .._core.native import made_by, text
+from . import devices
+from .memory import Arena, DeviceBytes, HostBytes, Region, aligned, locate, resolve, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+
+def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True, arena: bool = False) -> Region | None:
+    """Moves a module's parameters, and buffers, into memory that the daemon can write; they keep their values, shapes and ties.
+
+    Tensors that share memory go on sharing it, and those in regions or arenas already stay where they are. Optimizers go on working, since
+    the Parameter objects are the same. Call it before threads or graphs hold on to the old memory.
+
+    Without `arena` CPU tensors move into one new region. With it all tensors on the device of the first move into arenas: memory with two
+    sides for the weights of an engine, which takes twice the bytes. Versions are then written to the other side while the engine serves;
+    Prepare comes with `flip` when a version is complete and verified, and ready() exchanges the sides, which takes microseconds on the host
+    and milliseconds on a GPU. Addresses stay. What the module itself writes while it serves (counters, statistics) must not be in an arena: the
+    other side would not have it.
+
+    Args:
+        module: A torch module.
+        buffers: Whether its buffers are moved as well.
+        inherit: Whether forked children, such as a data loader's workers, share the weights with this process, in both directions (in
+            other memory, a child has its own copy from the fork on). False: children don't have the weights, and a child that touches them
+            ends by SIGSEGV. Children share an arena, and must not read it while its sides are exchanged.
+        arena: Whether the memory has two sides.
+
+    Returns:
+        The region; None where there was nothing to move, and with `arena`.
+
+    Raises:
+        ResourceExhausted: There is too little memory.
+    """
+    tensors: list[torch.Tensor] = list(module.parameters())
+    if buffers:
+        tensors += list(module.buffers())
+    if not arena:
+        return adopt_tensors(tensors, inherit)
+    adopt_in_arenas(tensors)
+    return None
+
+
+def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Region | None:
+    """Moves the CPU tensors' storages into one new region, as `adopt` does; the tensor objects stay the same."""
+    found = _storages(tensors, "cpu")
+    if not found:
+        return None
+    region = Region(_room_for(found), inherit)
+    _move(found, HostBytes(region.pointer, region.nbytes, region))
+    return region
+
+
+def adopt_in_arenas(tensors: Iterable[torch.Tensor]) -> None:
+    """Moves the storages of the tensors on the first one's device into new arenas, as `adopt` does; the tensor objects stay the same.
+
+    At most MOST_ARENAS are made, one after the other, so that little memory beyond twice the tensors' is taken meanwhile.
+    """
+    listed = list(tensors)
+    device = devices.device_of(listed[:1])
+    kind = devices.kind_of(device)
+    found = _storages(listed, "cpu" if kind is None else kind.torch_type)
+    for batch in _batches(found, max(ARENA_BYTES, _room_for(found) // MOST_ARENAS)):
+        if kind is not None:
+            kind.synchronize_all(device)
+            kind.release_unused()
+        arena = _new_arena(_room_for(batch), device)
+        _move(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena))
+    if kind is not None:
+        kind.synchronize_all(device)
+
+
+MOST_ARENAS = 8
+ARENA_BYTES = 1 << 30  # of the arenas of a model that is smaller than MOST_ARENAS of these
+
+
+def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.device) -> list[torch.Tensor]:
+    """Tensors of these shapes and dtypes in one new arena on the device, of zeros. Raises ResourceExhausted."""
+    sizes = [math.prod(shape) * resolve(dtype).itemsize for shape, dtype in shapes]
+    if not any(sizes):
+        import torch
+
+        return [torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device) for shape, dtype in shapes]
+    kind = devices.kind_of_type(device.type)
+    name = None if kind is None else kind.name_of(device)
+    arena = _new_arena(sum(aligned(nbytes) for nbytes in sizes), name)
+    room = devices.bytes_at(name, arena.pointer, arena.nbytes, arena)
+    made, at = [], 0
+    for (shape, dtype), nbytes in zip(shapes, sizes):
+        made.append(room.part(at, nbytes).torch(shape, dtype))
+        at += aligned(nbytes)
+    return made
+
+
+def _new_arena(nbytes: int, device: str | None) -> Arena:
+    connect = native.sized(native.refit_connect_options, device=text(device), **devices.connect_fields())
+
+    def make() -> Arena:
+        made = made_by("refit_arena_new", ctypes.byref(connect), nbytes, free="refit_arena_free", what="an arena")
+        with made as handle:
+            library = native.library()
+            return Arena(library.refit_arena_data(handle), library.refit_arena_bytes(handle), made)
+
+    return interruptible(make, cancel=ends_soon)
+
+
+def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> list[list[torch.Tensor]]:
+    """The tensors on devices of that type, by storage, without those in regions and arenas."""
+    found: dict[int, list[torch.Tensor]] = {}  # by address of the storage
+    for tensor in tensors:
+        # A DTensor's memory is its local tensor's.
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type != device_type or local.numel() == 0:
+            continue
+        storage = local.untyped_storage()
+        if storage.data_ptr() in found or locate(storage.data_ptr(), storage.nbytes()) is None:
+            found.setdefault(storage.data_ptr(), []).append(local)
+    return list(found.values())
+
+
+def _batches(found: list[list[torch.Tensor]], nbytes: int) -> Iterator[list[list[torch.Tensor]]]:
+    """The storages in batches of `nbytes` or little more."""
+    batch: list[list[torch.Tensor]] = []
+    total = 0
+    for tensors in found:
+        batch.append(tensors)
+        total += _room_for([tensors])
+        if total >= nbytes:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
+
+
+def _room_for(found: list[list[torch.Tensor]]) -> int:
+    """The bytes that the storages take in one memory."""
+    return sum(aligned(tensors[0].untyped_storage().nbytes()) for tensors in found)
+
+
+def _move(found: list[list[torch.Tensor]], room: HostBytes | DeviceBytes) -> None:
+    """Moves the storages into the room. The tensor objects stay the same, and tensors that share memory go on sharing it."""
+    import torch
+
+    at = 0
+    with torch.no_grad():
+        for tensors in found:
+            storage = tensors[0].untyped_storage()
+            device = tensors[0].device
+            whole = room.part(at, storage.nbytes()).torch((storage.nbytes(),), "uint8")
+            whole.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+            for tensor in tensors:
+                offset = whole.storage_offset() // tensor.element_size() + tensor.storage_offset()
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=device).set_(whole.untyped_storage(), offset, tensor.shape, tensor.stride())
+            at += aligned(storage.nbytes())
