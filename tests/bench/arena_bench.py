@@ -31,9 +31,9 @@ ROWS = 4096  # of a weight of 32 MiB in bfloat16
 BATCH = 8
 
 
-def model_of(gib, device):
-    """Weights of the size in all, in matrices that a step multiplies one after the other."""
-    count = max(1, round(gib * (1 << 30) / (ROWS * ROWS * 2)))
+def model_of(gib, device, ranks=1):
+    """Weights of the size for each rank, in matrices that a step multiplies one after the other."""
+    count = ranks * max(1, round(gib * (1 << 30) / (ROWS * ROWS * 2)))
     return torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(ROWS, ROWS, dtype=torch.bfloat16, device=device), False) for _ in range(count))
 
 
@@ -211,7 +211,7 @@ def main():
         print("|---|---|---|---|---|---|---|", flush=True)
     for gib in options.gib or [1.1]:
         with testing.Daemon() as daemon:
-            model = model_of(gib * options.ranks, options.device)
+            model = model_of(gib, options.device, options.ranks)
             refitd.adopt(model)
             rows = {arena: measure(options, daemon, model, gib, arena) for arena in (True, False)}
             del model

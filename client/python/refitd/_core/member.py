@@ -534,7 +534,10 @@ class Member:
         self._handle.close(wait_seconds=wait_seconds)
         with self._lock:
             self._registration = None
+            regions = list(self._known.values())
             self._known.clear()
+        for region in regions:
+            region.close()  # whatever still refers to it: another engine may have an arena from now on
 
     def __enter__(self: Self) -> Self:
         return self

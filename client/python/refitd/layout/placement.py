@@ -81,7 +81,7 @@ def adopt_in_arenas(tensors: Iterable[torch.Tensor]) -> None:
 
 
 MOST_ARENAS = 8
-ARENA_BYTES = 1 << 30  # of the arenas of a model that is smaller than MOST_ARENAS of these
+ARENA_BYTES = 8 << 30  # of the arenas of a model that is smaller than MOST_ARENAS of these: each lengthens the pause by 0.09 ms on an H200
 
 
 def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.device) -> list[torch.Tensor]:
