@@ -221,6 +221,7 @@ v1::GroupSpec SpecToProto(const GroupSpec& spec) {
   for (const std::string& name : spec.unwanted_tensors) message.add_unwanted_tensors(name);
   message.set_max_lag(spec.max_lag);
   message.set_encrypted_data(spec.encrypted_data);
+  message.set_hold_previous_seconds(spec.hold_previous_seconds);
   return message;
 }
 

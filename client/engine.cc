@@ -101,6 +101,9 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   Arenas ArenasOf(Layout* layout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   // Exchanges the sides of all registered arenas, or of none.
   absl::Status Flip() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Flip, for the running update. FAILED_PRECONDITION: it is a rollback, which writes nothing, and
+  // the backs do not hold the version before, or nobody knows (P2).
+  absl::Status FlipForUpdate() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The outcome of an update for which the sides were exchanged.
   void Settle(EngineLease* session, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
@@ -121,9 +124,13 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
   uint64_t digest_ ABSL_GUARDED_BY(mutex_);    // of state_'s version; 0: not known
   std::vector<std::weak_ptr<ArenaRegion>> arenas_ ABSL_GUARDED_BY(register_mutex_);
-  Arenas registered_ ABSL_GUARDED_BY(mutex_);       // that the registered layout lies in
-  bool must_flip_ ABSL_GUARDED_BY(mutex_) = false;  // before the next Ready
-  bool flipped_ ABSL_GUARDED_BY(mutex_) = false;    // for an update whose outcome did not come
+  Arenas registered_ ABSL_GUARDED_BY(mutex_);        // that the registered layout lies in
+  bool must_flip_ ABSL_GUARDED_BY(mutex_) = false;   // before the next Ready
+  bool rolls_back_ ABSL_GUARDED_BY(mutex_) = false;  // by that flip
+  // The backs were made copies of the fronts since the last commit, whatever the daemon knows of
+  // it.
+  bool copied_ ABSL_GUARDED_BY(mutex_) = false;
+  bool flipped_ ABSL_GUARDED_BY(mutex_) = false;  // for an update whose outcome did not come
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -282,6 +289,10 @@ absl::Status EngineImpl::Register(Layout layout) {
   {
     MutexLock lock(&register_mutex_);
     Arenas arenas = ArenasOf(&layout);
+    {
+      MutexLock state_lock(&mutex_);
+      copied_ = copied_ || !arenas.empty();
+    }
     for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
       REFITD_RETURN_IF_ERROR(arena->CopyToBack());
     }
@@ -348,6 +359,7 @@ Event EngineImpl::Take(EngineLease* session, const v1::EngineEvent& message) {
   if (const auto* prepare = std::get_if<Prepare>(&event)) {
     state_.OnPrepare(prepare->version, session->Update(message.prepare().update_id()));
     must_flip_ = prepare->flip;
+    rolls_back_ = prepare->content.has_value();
   } else if (auto* committed = std::get_if<Committed>(&event)) {
     Settle(session, /*committed=*/true);
     if (!state_.OnCommitted(committed->version)) return Nothing{};
@@ -441,12 +453,22 @@ absl::Status EngineImpl::Flip() {
   return absl::OkStatus();
 }
 
+absl::Status EngineImpl::FlipForUpdate() {
+  if (rolls_back_ && (copied_ || !state_.was_clean())) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "the arenas' other sides do not hold the version before any more: {}",
+                 copied_ ? "a layout was registered" : "the weights are not clean");
+  }
+  return Flip();
+}
+
 void EngineImpl::Settle(EngineLease* session, bool committed) {
   if (!std::exchange(flipped_, false)) return;
   if (!committed) {
     if (!Flip().ok()) state_.OnBroken();
     return;
   }
+  copied_ = false;
   ++session->flips;
   for (const std::shared_ptr<ArenaRegion>& arena : registered_) {
     session->connection->Exchange(arena->pair());
@@ -460,7 +482,7 @@ absl::Status EngineImpl::Ready(Version version) {
   if (dropped) return absl::OkStatus();
   REFITD_RETURN_IF_ERROR(state_.CheckReady(version));
   if (std::exchange(must_flip_, false)) {
-    if (absl::Status flipped = Flip(); !flipped.ok()) {
+    if (absl::Status flipped = FlipForUpdate(); !flipped.ok()) {
       if (state_.Fail(version).ok()) (void)SendFailed(version, Message(flipped));
       return flipped;
     }

@@ -104,6 +104,8 @@ struct Prepare {
   // The version lies in the backs of the rank's arenas already: Ready puts it into place, and all
   // that the rank has to wait for is its own device's work.
   bool flip = false;
+  // With `flip`, of a rollback: the version whose content lies in the backs.
+  std::optional<Version> content{};
 };
 
 struct Committed {
@@ -116,6 +118,8 @@ struct Committed {
   std::string owner{};
   // The digest of this rank's registered memory; 0: the update did not read that memory back.
   uint64_t digest = 0;
+  // If the version is a rollback: the version whose content it has.
+  std::optional<Version> content{};
 };
 
 struct Aborted {

@@ -64,6 +64,8 @@ class EngineState {
   // The update id of the last Prepare.
   UpdateId update() const { return update_; }
   bool has_outstanding() const { return !outstanding_.empty(); }
+  // Whether the memory held a whole version before the running update.
+  bool was_clean() const { return settled_ == Weights::kClean; }
   Weights weights() const;
   std::optional<Version> version() const;
 

@@ -1,5 +1,6 @@
 #include "client/events.h"
 
+#include <optional>
 #include <utility>
 #include <variant>
 
@@ -19,6 +20,7 @@ void ShowOne(const Prepare& prepare, std::vector<refit_view>*, refit_event* show
   shown->remaining_ms = prepare.remaining.count();
   shown->tensor_count = prepare.tensor_count;
   shown->flip = prepare.flip ? 1 : 0;
+  shown->content = prepare.content.value_or(prepare.version).value();
 }
 
 void ShowOne(const Part& part, std::vector<refit_view>* views, refit_event* shown) {
@@ -31,6 +33,7 @@ void ShowOne(const Committed& committed, std::vector<refit_view>*, refit_event* 
   shown->incarnation = committed.incarnation;
   shown->owner = committed.owner.c_str();
   shown->digest = committed.digest;
+  shown->content = committed.content.value_or(committed.version).value();
 }
 
 void ShowOne(const Aborted& aborted, std::vector<refit_view>*, refit_event* shown) {
@@ -56,17 +59,24 @@ void ShowOne(const Reattached& again, std::vector<refit_view>*, refit_event* sho
   shown->weights = static_cast<int32_t>(again.weights);
 }
 
+template <typename Message>
+std::optional<Version> ContentOf(const Message& message) {
+  if (!message.has_content_version()) return std::nullopt;
+  return Version(message.content_version());
+}
+
 }  // namespace
 
 Event DecodeEvent(const v1::EngineEvent& event) {
   if (event.has_prepare()) {
     const v1::Prepare& prepare = event.prepare();
     return Prepare{Version(prepare.version()), std::chrono::milliseconds(prepare.remaining_ms()),
-                   prepare.tensor_count(), prepare.flip()};
+                   prepare.tensor_count(), prepare.flip(), ContentOf(prepare)};
   }
   if (event.has_committed()) {
     return Committed{Version(event.committed().version()), event.committed().incarnation(),
-                     event.committed().owner(), event.committed().digest()};
+                     event.committed().owner(), event.committed().digest(),
+                     ContentOf(event.committed())};
   }
   if (event.has_aborted()) {
     const v1::Aborted& aborted = event.aborted();

@@ -213,6 +213,7 @@ absl::StatusOr<client::GroupSpec> GroupSpecOf(const refit_group_spec* given) {
   }
   spec.max_lag = known.max_lag;
   spec.encrypted_data = known.encrypted_data != 0;
+  spec.hold_previous_seconds = known.hold_previous_seconds;
   return spec;
 }
 
@@ -347,6 +348,7 @@ absl::StatusOr<client::RefitOptions> RefitOptionsOf(const refit_refit_options* r
   options.duration = std::chrono::milliseconds(given.duration_ms);
   REFITD_ASSIGN_OR_RETURN(options.verification, VerificationOf(given.verification));
   options.evict_late = given.evict_late != 0;
+  options.hold = given.hold != 0;
   return options;
 }
 
@@ -448,6 +450,7 @@ absl::StatusOr<client::BeginOptions> BeginOptionsOf(const refit_begin_options* r
   options.duration = std::chrono::milliseconds(given.duration_ms);
   REFITD_ASSIGN_OR_RETURN(options.verification, VerificationOf(given.verification));
   options.evict_late = given.evict_late != 0;
+  options.hold = given.hold != 0;
   options.tensor_count = given.tensor_count;
   options.total_bytes = given.total_bytes;
   REFITD_ASSIGN_OR_RETURN(options.broadcast, BroadcastOf(given.broadcast));
@@ -573,6 +576,20 @@ refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, i
 refit_status refit_trainer_abort(refit_trainer* trainer, int64_t version, const char* reason) {
   return Guarded({{trainer, "trainer"}},
                  [&] { return trainer->trainer->Abort(Version(version), Text(reason)); });
+}
+
+refit_status refit_trainer_rollback(refit_trainer* trainer, int64_t undone, int64_t* version) {
+  return Guarded({{trainer, "trainer"}, {version, "version"}}, [&]() -> absl::Status {
+    std::optional<Version> wanted;
+    if (undone != -1) wanted = Version(undone);
+    REFITD_ASSIGN_OR_RETURN(client::CommitResult committed, trainer->trainer->Rollback(wanted));
+    *version = committed.version.value();
+    return absl::OkStatus();
+  });
+}
+
+refit_status refit_trainer_release_previous(refit_trainer* trainer) {
+  return Guarded({{trainer, "trainer"}}, [&] { return trainer->trainer->ReleasePrevious(); });
 }
 
 refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes,

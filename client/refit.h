@@ -199,6 +199,9 @@ typedef struct refit_group_spec {
   /* 1: bytes cross between daemons encrypted or not at all; such a group has no GPUs over several
    * daemons. REFIT_FAILED_PRECONDITION from attaching: a daemon of the group can't encrypt. */
   int32_t encrypted_data;
+  /* How long after a commit instances with arenas keep the version before in their other side, for
+   * refit_trainer_rollback(): the next update is not staged until then. 0 to 604,800. */
+  int64_t hold_previous_seconds;
 } refit_group_spec;
 #define REFIT_GROUP_SPEC_INIT \
   { .struct_size = sizeof(refit_group_spec) }
@@ -346,6 +349,14 @@ refit_status refit_trainer_get_update(refit_trainer* trainer, int64_t version, i
  * REFIT_ABORTED. This call takes a second at most. REFIT_FAILED_PRECONDITION: this rank has no such
  * update open. */
 refit_status refit_trainer_abort(refit_trainer* trainer, int64_t version, const char* reason);
+/* Puts the content of the version before the group's into place again, in the instances with arenas
+ * that still hold it; the others then catch up from these. *version becomes the new number, the
+ * group's plus one. One rank calls it. `undone`: the version that is rolled back; if the group has
+ * another, the call is refused, and if it is rolled back already, *version is the number of then;
+ * -1: whichever the group has. REFIT_FAILED_PRECONDITION: what is in the way is named. */
+refit_status refit_trainer_rollback(refit_trainer* trainer, int64_t undone, int64_t* version);
+/* Lets the next update be staged, though the version before is held. */
+refit_status refit_trainer_release_previous(refit_trainer* trainer);
 refit_status refit_trainer_new_region(refit_trainer* trainer, int64_t bytes, refit_region** region);
 /* Makes a region of [0, bytes) of an existing memfd. The memfd must have been made with
  * MFD_ALLOW_SEALING, be at least `bytes` long, be open for reading and writing, and be sealed
@@ -405,6 +416,9 @@ typedef struct refit_begin_options {
    * most 256 bytes of UTF-8 without control characters. If several ranks give a text, the update
    * keeps the first that is neither NULL nor empty. */
   const char* note;
+  /* Not 0: when this update has committed, the next one is not staged before
+   * refit_trainer_release_previous() or refit_trainer_rollback(). That of one rank is enough. */
+  int32_t hold;
 } refit_begin_options;
 #define REFIT_BEGIN_OPTIONS_INIT \
   { .struct_size = sizeof(refit_begin_options) }
@@ -533,6 +547,7 @@ typedef struct refit_refit_options {
   int64_t duration_ms; /* of the whole update; 0: the daemon's default */
   int32_t verification;
   int32_t evict_late; /* not 0: evict late or failing instances instead of aborting */
+  int32_t hold;       /* as in refit_begin_options */
 } refit_refit_options;
 #define REFIT_REFIT_OPTIONS_INIT \
   { .struct_size = sizeof(refit_refit_options) }
@@ -689,6 +704,8 @@ typedef struct refit_event {
    * version; 0: the update did not read that memory back. */
   uint64_t digest;
   int32_t flip; /* PREPARE: the version lies in the arenas' other sides, complete and verified */
+  /* PREPARE, COMMITTED: the version whose content it is; of a rollback another than `version`. */
+  int64_t content;
 } refit_event;
 #define REFIT_EVENT_INIT \
   { .struct_size = sizeof(refit_event) }

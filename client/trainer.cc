@@ -510,6 +510,8 @@ absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::m
 CommitResult ResultOf(const v1::CommitResponse& response) {
   CommitResult result;
   result.version = Version(response.version());
+  result.content = response.has_content_version() ? Version(response.content_version())
+                                                  : Version(response.version());
   result.bytes = response.bytes();
   result.seconds = response.seconds();
   result.left_out_tensors = response.left_out_tensors();
@@ -564,6 +566,7 @@ v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
   if (options.verification) request.set_verification(refitd::ToProto(*options.verification));
   request.set_evict_late(options.evict_late);
   request.set_binding_generation(core.binding_generation);
+  request.set_hold(options.hold);
   return request;
 }
 
@@ -628,6 +631,8 @@ class TrainerImpl final : public Member<Trainer, Core> {
   absl::Status Register(Layout layout) override;
   absl::StatusOr<CommitResult> Refit(const RefitOptions& options) override;
   absl::Status Abort(Version version, const std::string& reason) override;
+  absl::StatusOr<CommitResult> Rollback(std::optional<Version> version) override;
+  absl::Status ReleasePrevious() override;
   absl::StatusOr<UpdateOutcome> GetUpdate(Version version) override;
   std::optional<Version> group_version() const override {
     MutexLock lock(&known_->mutex);
@@ -723,6 +728,7 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   request.set_broadcast(refitd::ToProto(options.broadcast));
   request.set_without_layout(options.without_layout);
   request.set_note(options.note);
+  request.set_hold(options.hold);
   BeginningCall<v1::BeginResponse> call{options.version, options.duration, nullptr, nullptr};
   call.make = [&](Core* core, bool* untaken) {
     return core->Call<v1::BeginRequest, v1::BeginResponse>(
@@ -737,7 +743,7 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
                  options.version);
   }
   const RefitOptions same{options.version, options.duration, options.verification,
-                          options.evict_late};
+                          options.evict_late, options.hold};
   return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core, same, answer));
 }
 
@@ -751,12 +757,12 @@ absl::StatusOr<CommitResult> TrainerImpl::Refit(const RefitOptions& options) {
         &Stub::Refit, RefitRequestOf(options, *core), CallDeadline(*core, options.duration),
         "Refit", untaken);
   };
-  // No version is installed without this rank. So if the group has this version now, the call had
-  // committed.
+  // No version but a rollback is installed without this rank. So if the group has this version now,
+  // the call had committed.
   call.ended = [&](const Core& now) -> std::optional<v1::CommitResponse> {
     const v1::Welcome& welcome = now.connection->welcome();
     const bool had_it = before && *before >= options.version;
-    if (had_it || !welcome.has_group_version() ||
+    if (had_it || !welcome.has_group_version() || welcome.has_content_version() ||
         Version(welcome.group_version()) != options.version) {
       return std::nullopt;
     }
@@ -853,6 +859,25 @@ absl::Status TrainerImpl::Abort(Version version, const std::string& reason) {
   return LastLease()
       ->Call<v1::AbortRequest, v1::AbortResponse>(&Stub::Abort, std::move(request),
                                                   After(kCleanupLimit), "Abort")
+      .status();
+}
+
+absl::StatusOr<CommitResult> TrainerImpl::Rollback(std::optional<Version> version) {
+  v1::TrainerRollbackRequest request;
+  if (version.has_value()) request.set_version(version->value());
+  const std::shared_ptr<Core> core = LastLease();
+  REFITD_ASSIGN_OR_RETURN(
+      const v1::CommitResponse response,
+      (core->Call<v1::TrainerRollbackRequest, v1::CommitResponse>(
+          &Stub::Rollback, std::move(request), CallDeadline(*core, Duration::zero()), "Rollback")));
+  known_->Committed(Version(response.version()));
+  return ResultOf(response);
+}
+
+absl::Status TrainerImpl::ReleasePrevious() {
+  return LastLease()
+      ->Call<v1::TrainerReleasePreviousRequest, v1::TrainerReleasePreviousResponse>(
+          &Stub::ReleasePrevious, {}, After(kCleanupLimit), "ReleasePrevious")
       .status();
 }
 

@@ -72,6 +72,10 @@ struct BeginOptions {
   // most 256 bytes of UTF-8 without control characters. If several ranks give a text, the update
   // keeps the first that is not empty.
   std::string note{};
+  // When this update has committed, instances with arenas keep the version before it in their other
+  // side: the next update is not staged before ReleasePrevious or Rollback. That of one rank is
+  // enough.
+  bool hold = false;
 };
 
 struct RefitOptions {
@@ -79,6 +83,7 @@ struct RefitOptions {
   std::chrono::milliseconds duration{0};       // of the whole update; 0: the daemon's default
   std::optional<Verification> verification{};  // absent: the daemon's default
   bool evict_late = false;  // evict late or failing instances instead of aborting
+  bool hold = false;        // as BeginOptions::hold
 };
 
 struct InstanceOutcome {
@@ -107,6 +112,9 @@ struct CommitResult {
   int64_t left_out_tensors = 0;
   int64_t left_out_bytes = 0;
   std::vector<std::string> left_out{};
+  // The version whose content the instances serve: `version` itself, or of a rollback an earlier
+  // one.
+  Version content{};
 };
 
 // An open update: the only one of this rank (Begin refuses a second). Used by one thread at a time;
@@ -186,6 +194,17 @@ class Trainer : public SharesMemory {
   // another thread: the other call then ends with ABORTED. Errors: as refitd.v1.Trainer.Abort;
   // FAILED_PRECONDITION: no update to `version` is open for this rank.
   virtual absl::Status Abort(Version version, const std::string& reason) = 0;
+  // Puts the content of the version before the group's into place again, in the instances with
+  // arenas that still hold it; the others then catch up from these. The result's version is the
+  // group's plus one, and its `content` names whose content that is. One rank calls it.
+  // `version`: the version that is rolled back; if the group has another, the call is refused, and
+  // if it is rolled back already, the result is that of then; absent: whichever the group has. An
+  // update that has not asked an engine for anything yet ends with ABORTED. Errors: as
+  // refitd.v1.Operator.Rollback.
+  virtual absl::StatusOr<CommitResult> Rollback(std::optional<Version> version = {}) = 0;
+  // Lets the next update be staged, though the version before is held (BeginOptions::hold,
+  // GroupSpec::hold_previous_seconds). OK also where nothing is held.
+  virtual absl::Status ReleasePrevious() = 0;
   // Says what became of an update, for a caller that missed the answer of Commit or Refit. Works
   // after the lease ended, as long as the daemon lives. Asks for the update of the incarnation in
   // which this trainer last began `version`, or of the current incarnation if it never did.

@@ -43,6 +43,9 @@ struct GroupSpec {
   // Bytes cross between daemons encrypted or not at all; such a group has no GPUs over several
   // daemons. FAILED_PRECONDITION from attaching: a daemon of the group can't encrypt.
   bool encrypted_data = false;
+  // How long after a commit instances with arenas keep the version before in their other side, for
+  // Trainer::Rollback: the next update is not staged until then. 0 to 604,800.
+  int64_t hold_previous_seconds = 0;
 };
 
 // Certificates for a daemon over TCP: paths of PEM files. They are read for each lease anew.

@@ -113,6 +113,8 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
   if (counts == nullptr) return;
   ++counts->updates[report.committed ? 0 : IndexOf(report.reason)];
   counts->update_bytes += Positive(report.bytes);
+  if (report.rollback && report.committed) ++counts->rollbacks;
+  counts->flip_backs += Positive(report.flip_backs);
   for (size_t i = 0; i < kPushMethods.size(); ++i) {
     counts->pushed_bytes[i] += Positive(report.pushed_bytes[i]);
   }
@@ -204,6 +206,12 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
                     {{"group", group}}, counts.catch_up_bytes);
   families->Seconds("refitd_catch_up_seconds", "Start to outcome of catch-ups that were committed.",
                     {{"group", group}}, counts.catch_up);
+  families->Counter("refitd_rollbacks_total",
+                    "Rollbacks that were committed; refitd_updates_total counts them too.",
+                    {{"group", group}}, counts.rollbacks);
+  families->Counter("refitd_flip_backs_total",
+                    "Instances with arenas that were told to flip back to the version before.",
+                    {{"group", group}}, counts.flip_backs);
   families->Counter("refitd_integrity_failures_total",
                     "Times that verification found other bytes than were meant.",
                     {{"group", group}}, counts.integrity_failures);

@@ -81,6 +81,8 @@ class Metrics : public DaemonObserver {
     std::array<uint64_t, kCatchUpEnds> catch_ups{};
     uint64_t catch_up_bytes = 0;
     uint64_t integrity_failures = 0;
+    uint64_t rollbacks = 0;  // committed
+    uint64_t flip_backs = 0;
     Histogram total;
     Histogram catch_up;  // of catch-ups that were committed
     std::array<Histogram, kPhases> phases;

@@ -64,8 +64,13 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   UpdateReport chained = Committed("policy");
   chained.pushed_bytes = {1, 999, 0, 0};
   chained.flip = std::chrono::milliseconds(3);
+  chained.rollback = true;
+  chained.flip_backs = 1;
   metrics.UpdateEnded(chained);
-  metrics.UpdateEnded(Aborted("policy", kReasonDeadline));
+  UpdateReport failed = Aborted("policy", kReasonDeadline);
+  failed.rollback = true;
+  failed.flip_backs = 2;
+  metrics.UpdateEnded(failed);
   metrics.BytesMoved("policy", MoveKind::kCopy, 5'000'000'000);
   metrics.BytesMoved("policy", MoveKind::kExchange, 7);
   metrics.IntegrityFailure("policy");
@@ -86,6 +91,8 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="broadcast"})") == "0");
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="exchange"})") == "7");
   CHECK(value(R"(refitd_integrity_failures_total{group="policy"})") == "1");
+  CHECK(value(R"(refitd_rollbacks_total{group="policy"})") == "1");
+  CHECK(value(R"(refitd_flip_backs_total{group="policy"})") == "3");
   CHECK(value(R"(refitd_catch_ups_total{group="policy",result="committed"})") == "1");
   CHECK(value(R"(refitd_catch_ups_total{group="policy",result="gave_way"})") == "1");
   CHECK(value(R"(refitd_catch_ups_total{group="policy",result="failed"})") == "0");

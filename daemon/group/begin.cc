@@ -19,6 +19,10 @@ BeginReply ReplyOf(const group::Update& update, const group::Slots& slots, TimeP
 
 // Whether the rank may begin the running update as well.
 absl::Status CheckJoins(const group::Update& u, const group::Member& member, const BeginEvent& e) {
+  if (u.content.has_value()) {
+    return Precondition("version {} is being rolled back to, as version {}: begin a greater one",
+                        *u.content, u.version);
+  }
   if (u.state == UpdateState::kEnding) {
     if (u.version != e.version) {
       return Precondition("an update to version {} is being given up", u.version);
@@ -85,12 +89,13 @@ void Group::Impl::On(const BeginEvent& e) {
     out.Refuse(e.call, std::move(status));
     return;
   }
-  if (CatchUpRuns()) return Defer(e);
+  if (CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
   if (update == nullptr) Open(e);
   if (update->state == UpdateState::kOpening) {
     update->push.TakeBroadcast(e.broadcast, e.slots_on_devices, member->label);
     update->tensor_count = std::max(update->tensor_count, e.tensor_count);
     update->total_bytes = std::max(update->total_bytes, e.total_bytes);
+    update->hold = update->hold || e.hold;
     if (!e.note.empty() && update->note.empty()) {
       update->note = e.note;
       out.Log(LogLine::kInfo, fmt::format("update to version {}: {}", update->version, e.note));
@@ -108,12 +113,14 @@ void Group::Impl::On(const BeginEvent& e) {
   out.Changed();
 }
 
+Duration Group::Impl::DurationOf(Duration asked) const {
+  return asked == Duration(0) ? std::min(limits.default_duration, limits.max_duration) : asked;
+}
+
 void Group::Impl::Open(const BeginEvent& e) {
   update = std::make_shared<Update>(next_update(), e.version, below);
   update->started = out.now();
-  update->deadline = out.now() + (e.duration == Duration(0)
-                                      ? std::min(limits.default_duration, limits.max_duration)
-                                      : e.duration);
+  update->deadline = out.now() + DurationOf(e.duration);
   update->verification = e.verification.has_value()
                              ? *e.verification
                              : members.DefaultVerification(limits.default_verification);
@@ -139,25 +146,105 @@ void Group::Impl::AssembleIfAllHere() {
         fmt::format("catch-up to version {}: instance {} from instance {}", update->version,
                     group::Few(late_instances), group::Few(part.source_instances)));
   }
+  if (RollbackRuns()) return Assemble();
   if (!members.last_refusal().ok()) FailIfRefused(absl::OkStatus());
   if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->push.trainers().size()) != members.spec().trainer_ranks) return;
   if (members.AvailableInstances() < std::max(members.spec().min_instances, 1)) return;
+  if (rollback.Holds()) return;
   members.ForgetRefusal();
   Assemble();
+}
+
+// ---- rollbacks ----
+
+absl::Status Group::Impl::CheckRollback(const RollbackEvent& e) const {
+  if (state == GroupState::kDrained || state == GroupState::kDraining) {
+    return absl::UnavailableError("the daemon drains: no rollback begins");
+  }
+  if (e.version.has_value() && e.version != versions.last()) {
+    return Precondition("version: {}, and the group's is {}", *e.version,
+                        versions.last().has_value() ? fmt::format("{}", *versions.last()) : "none");
+  }
+  // A catch-up gives way, and so does an update that has asked no engine for anything yet.
+  if (update != nullptr && !CatchUpRuns() && update->state != UpdateState::kOpening) {
+    return Precondition("an update to version {} runs ({})", update->version, Name(update->state));
+  }
+  return rollback.Check();
+}
+
+void Group::Impl::On(const RollbackEvent& e) {
+  const bool of_operator = e.member == MemberId();
+  if (!of_operator && members.Trainer(e.member, e.call) == nullptr) return;
+  const group::Asked what{CallKind::kRollback, e.version.value_or(Version())};
+  if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
+  const bool joins = RollbackRuns() && update->state != UpdateState::kEnding &&
+                     (!e.version.has_value() || e.version == versions.last());
+  if (joins) {
+    requests.Track(e.member, what, e.request_id, e.call);
+    return;
+  }
+  if (e.version.has_value() && e.version == versions.rolled_back()) {
+    CommitReply done{*versions.last(), {}, 0, {}, {}, {}};
+    done.content = versions.content();
+    return out.Do(Reply{e.call, absl::OkStatus(), std::move(done)});
+  }
+  if (absl::Status status = CheckRollback(e); !status.ok()) {
+    return out.Refuse(e.call, std::move(status));
+  }
+  if (CatchUpRuns()) return Defer(e, "a rollback");
+  if (update != nullptr) {
+    Failure failure;
+    if (of_operator) {
+      failure.Add({SuspectRole::kOperator, "", "", std::nullopt, 0});
+    } else {
+      failure = members.Suspecting(e.member);
+    }
+    Abandon({fmt::format("version {} is rolled back", *versions.last()), GiveUpClass::kOperator,
+             std::move(failure)});
+    PumpUpdate();
+    REFITD_CHECK(update == nullptr);  // nothing of it ran
+  }
+  requests.Track(e.member, what, e.request_id, e.call);
+  OpenRollback(e);
+}
+
+void Group::Impl::OpenRollback(const RollbackEvent& e) {
+  update = std::make_shared<Update>(next_update(), Version(versions.last()->value() + 1), below);
+  update->content = versions.previous_content();
+  update->started = out.now();
+  update->deadline = out.now() + DurationOf(e.duration);
+  update->verification = Verification::kOff;
+  requests.NoteCall();
+  bucket_log.Clear();
+  Step(&state, GroupTrigger::kOpen);
+  out.Log(LogLine::kInfo, fmt::format("rollback of version {} begins: to the content of version "
+                                      "{}, as version {}",
+                                      *versions.last(), *update->content, update->version));
+}
+
+void Group::Impl::On(const ReleasePreviousEvent& e) {
+  if (e.member != MemberId() && members.Trainer(e.member, e.call) == nullptr) return;
+  rollback.Release();
+  out.Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
+  out.Changed();
 }
 
 void Group::Impl::Assemble() {
   std::vector<MemberId> others;
   for (const auto& [rank, progress] : update->push.trainers()) others.push_back(progress.member);
   if (CatchUpRuns()) others = update->catch_up->sources;
-  // The catalog of the trainers' updates is kept: the next of those updates will need it again.
+  // The catalog of the trainers' updates is kept: the next of those updates will need it again, and
+  // a rollback of the same instances.
   std::shared_ptr<const Catalog> own;
+  if (RollbackRuns()) own = catalog;
   absl::Status status = update->participants.Assemble(
       [this](const Instance& instance) {
-        return CatchUpRuns() ? catch_up.CatchesUp(instance) : members.Available(instance);
+        return CatchUpRuns()    ? catch_up.CatchesUp(instance)
+               : RollbackRuns() ? rollback.HoldsPrevious(instance)
+                                : members.Available(instance);
       },
-      others, CatchUpRuns() ? &own : &catalog);
+      others, CatchUpRuns() || RollbackRuns() ? &own : &catalog);
   if (status.ok()) {
     update->push.Assemble();
     status = update->push.DecideBroadcast();
@@ -191,10 +278,11 @@ void Group::Impl::Assemble() {
   update->ready_deadline = std::min(out.now() + limits.ready_limit, update->deadline);
   group::UpdateParticipants& in = update->participants;
   update->nodes.insert(in.nodes().begin(), in.nodes().end());
+  // Nothing is written in a rollback: it has no destinations.
   for (const MemberId rank : in.catalog().destinations()) {
-    update->destinations.Add(members.Find(rank)->node, rank);
+    if (!RollbackRuns()) update->destinations.Add(members.Find(rank)->node, rank);
   }
-  if (in.on_this_daemon()) update->index = in.catalog().index();
+  if (in.on_this_daemon() && !RollbackRuns()) update->index = in.catalog().index();
   out.Do(UpdateAssembled{update});
   in.Prepare();
 }
@@ -270,8 +358,8 @@ void Group::Impl::OpenDataIfReady() {
       requests.Finish(request, absl::OkStatus(), ReplyOf(*update, slots, out.now()));
     }
   }
-  if (CatchUpRuns()) {
-    // In a catch-up nothing is pushed, and no trainer has to commit.
+  if (CatchUpRuns() || RollbackRuns()) {
+    // Nothing is pushed, and no trainer has to commit.
     Step(&update->state, UpdateTrigger::kAllCommitted);
     update->data_ended = out.now();
   }

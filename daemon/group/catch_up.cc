@@ -1,6 +1,7 @@
 #include "daemon/group/catch_up.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "transport/base/errors.h"
@@ -12,16 +13,25 @@ CallId CallOf(const DeferredCall& call) {
   return std::visit([](const auto& e) { return e.call; }, call.event);
 }
 
-Version VersionOf(const DeferredCall& call) {
-  return std::visit([](const auto& e) { return e.version; }, call.event);
+// nullopt: the call is a rollback, which names no version that it opens.
+std::optional<Version> VersionOf(const DeferredCall& call) {
+  return std::visit(
+      [](const auto& e) -> std::optional<Version> {
+        if constexpr (std::is_same_v<std::decay_t<decltype(e)>, RollbackEvent>) {
+          return std::nullopt;
+        } else {
+          return e.version;
+        }
+      },
+      call.event);
 }
 
 }  // namespace
 
 // ---- who gives, and who catches up ----
 
-// Whether every rank of the instance is registered and takes part in catch-ups.
 bool CatchUp::MayCatchUp(const Instance& instance) const {
+  if (!limits_.catch_ups) return false;
   if (members_.WhyKeptOut(instance) != nullptr || !members_.Complete(instance)) return false;
   return std::all_of(instance.ranks.begin(), instance.ranks.end(), [this](const auto& rank) {
     const Member& member = *members_.Find(rank.second);
@@ -115,7 +125,7 @@ void CatchUp::FindDue(bool idle) {
   look_ = false;
   seen_changes_ = members_.changes();
   due_.reset();
-  const auto lacking = !limits_.catch_ups || !versions_.last().has_value() || !idle
+  const auto lacking = !versions_.last().has_value() || !idle
                            ? std::vector<std::string>()
                            : InstancesThat([this](const Instance& instance) {
                                return members_.Available(instance) && LacksVersion(instance);
@@ -179,7 +189,7 @@ void CatchUp::NoteCommit(bool catch_up, const std::vector<std::string>& instance
 
 std::string CatchUp::Describe(const Instance& instance, const UpdateCatchUp* running,
                               bool taken_in) const {
-  if (!limits_.catch_ups || !versions_.last().has_value() || !LacksVersion(instance)) return "";
+  if (!versions_.last().has_value() || !LacksVersion(instance)) return "";
   if (taken_in) return fmt::format("catches up from instance {}", Few(running->source_instances));
   if (running == nullptr && !AnyGives()) {
     return fmt::format("waits for the next version: no clean instance gives version {}",
@@ -194,13 +204,13 @@ std::string CatchUp::Describe(const Instance& instance, const UpdateCatchUp* run
 
 // ---- calls that wait until a catch-up has given way ----
 
-void CatchUp::Defer(std::variant<BeginEvent, RefitEvent> event, Duration duration) {
+void CatchUp::Defer(OpeningCall event, Duration duration) {
   if (duration == Duration(0)) duration = std::min(limits_.default_duration, limits_.max_duration);
   deferred_.push_back({std::move(event), out_.now() + duration});
   out_.Changed();
 }
 
-std::variant<BeginEvent, RefitEvent> CatchUp::TakeDeferred() {
+OpeningCall CatchUp::TakeDeferred() {
   DeferredCall call = std::move(deferred_.front());
   deferred_.pop_front();
   // Tick has refused each call whose time is over.
@@ -243,7 +253,7 @@ std::set<Version> CatchUp::DeferredOf(MemberId member) const {
   std::set<Version> wanted;
   for (const DeferredCall& call : deferred_) {
     if (std::visit([](const auto& e) { return e.member; }, call.event) != member) continue;
-    wanted.insert(VersionOf(call));
+    if (const auto version = VersionOf(call); version.has_value()) wanted.insert(*version);
   }
   return wanted;
 }

@@ -8,13 +8,13 @@
 // back (P1).
 //
 //   opened      catch_up_gather after a catch-up became possible, while no update runs
-//   gives way   to the first call of a trainer that would open an update; to a drain; when a
+//   gives way   to the first call that would open an update, or a rollback; to a drain; when a
 //               source instance left, registered another layout or is dirty (the next catch-up
 //               then takes others)
 //   fails       the late instances are left alone for catch_up_wait, doubled at each further
 //               failure
 //
-// A trainer's call that comes while a catch-up runs is checked at once and waits, until its own
+// Such a call that comes while a catch-up runs is checked at once and waits, until its own
 // deadline, for the copies of the catch-up to end (P4, P6). Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_CATCH_UP_H_
 #define REFITD_DAEMON_GROUP_CATCH_UP_H_
@@ -42,10 +42,11 @@ struct UpdateCatchUp {
   bool gave_way = false;                      // given up for a reason that is no failure of its own
 };
 
-// A trainer's call that opens an update and came while a catch-up was running. It is taken when the
-// catch-up has given way.
+// A call that opens an update and came while a catch-up was running: a trainer's, or a rollback. It
+// is taken when the catch-up has given way.
+using OpeningCall = std::variant<BeginEvent, RefitEvent, RollbackEvent>;
 struct DeferredCall {
-  std::variant<BeginEvent, RefitEvent> event;
+  OpeningCall event;
   TimePoint deadline;
 };
 
@@ -57,6 +58,8 @@ class CatchUp {
 
   // ---- who gives, and who catches up ----
 
+  // Whether the instance takes part in catch-ups: every rank is registered, and says so.
+  bool MayCatchUp(const Instance& instance) const;
   // Whether the instance holds the group's version, is clean, and may give it.
   bool Gives(const Instance& instance) const;
   bool Gives(const std::string& instance) const;
@@ -98,9 +101,9 @@ class CatchUp {
 
   // ---- calls that wait until a catch-up has given way ----
 
-  void Defer(std::variant<BeginEvent, RefitEvent> event, Duration duration);
+  void Defer(OpeningCall event, Duration duration);
   // The first call that waits, with what remains of its duration.
-  std::variant<BeginEvent, RefitEvent> TakeDeferred();
+  OpeningCall TakeDeferred();
   // Refuses the calls that would open an update to `wanted`.
   void Refuse(Version wanted, const absl::Status& why);
   // Refuses those whose time is over.
@@ -126,7 +129,6 @@ class CatchUp {
     std::string reason;  // why the last of those catch-ups failed
   };
 
-  bool MayCatchUp(const Instance& instance) const;
   bool LacksVersion(const Instance& instance) const;
   // When a catch-up of the instance may begin.
   TimePoint After(const std::string& instance) const;

@@ -488,7 +488,7 @@ bool Coordinator::Impl::RouteToNode(GroupAction* action) {
     // P9: its daemon knows by then who owns the group, and lets the owner see it.
     Send(nodes.SendOwner(group.owner()));
     return send(a->member, [this](MemberId id) {
-      return PeerWelcome{id, group.version(), group.spec().trainer_ranks};
+      return PeerWelcome{id, group.version(), group.spec().trainer_ranks, group.content()};
     });
   }
   return std::visit(
@@ -523,12 +523,12 @@ bool Coordinator::Impl::RefuseOnNode(RefuseMember* refusal) {
 // Called after the group's actions, when the engines of each node are known.
 void Coordinator::Impl::Announce() {
   Take([this](const Around& around) { update->Announce(around); });
-  if (left_out.searching() && !update->record().from_engines()) {
+  if (left_out.searching() && update->record().from_trainers()) {
     Take([this](const Around& around) {
       left_out.LeaveOutUntried(group.View(now), &*update, around);
     });
   }
-  if (left_out.any_slow() && !update->record().from_engines()) {
+  if (left_out.any_slow() && update->record().from_trainers()) {
     Take(
         [this](const Around& around) { left_out.LeaveOutSlow(group.View(now), &*update, around); });
   }
@@ -638,7 +638,7 @@ Duration Coordinator::Impl::AttemptLimit() const {
 }
 
 void Coordinator::Impl::EnsureCommunicator() {
-  if (!update_runs()) return;
+  if (!update_runs() || update->record().content.has_value()) return;
   std::vector<NodeId> ranks = update->Ranks();
   bool up = true;
   if (ranks.size() >= 2 && communicator.has_value() && communicator->ranks() == ranks) {
@@ -745,7 +745,7 @@ void Coordinator::Impl::SearchOn(const std::set<NodeId>& candidates) {
   const WhyDown why = communicator->Why({}, nodes);
   EndCommunicator();
   if (!update_runs()) return;
-  if (candidates.empty() || update->data_began() || update->record().from_engines()) {
+  if (candidates.empty() || update->data_began() || !update->record().from_trainers()) {
     return Feed(FailUpdate{update->record().id, why.reason, why.kind, why.failure});
   }
   Take([&](const Around& around) {
@@ -754,10 +754,10 @@ void Coordinator::Impl::SearchOn(const std::set<NodeId>& candidates) {
   EnsureCommunicator();
 }
 
-// A catch-up is over few nodes and is tried again, so the search goes on in updates of the trainers
-// only.
+// A catch-up is over few nodes and is tried again, and a rollback uses no wire, so the search goes
+// on in updates of the trainers only.
 void Coordinator::Impl::JudgeSearch() {
-  if (!left_out.searching() || update->record().from_engines()) return;
+  if (!left_out.searching() || !update->record().from_trainers()) return;
   Take([this](const Around& around) { left_out.CameUp(*update, around); });
 }
 
@@ -876,6 +876,7 @@ bool Coordinator::has_trainers() const { return impl_->group.has_trainers(); }
 bool Coordinator::update_running() const { return impl_->group.update_running(); }
 bool Coordinator::catch_up_running() const { return impl_->group.catch_up_running(); }
 std::optional<Version> Coordinator::version() const { return impl_->group.version(); }
+std::optional<Version> Coordinator::content() const { return impl_->group.content(); }
 UpdateStatistics Coordinator::Statistics() const { return impl_->group.Statistics(); }
 PastUpdate Coordinator::Past(Version version) const { return impl_->group.Past(version); }
 absl::Status Coordinator::CanRegisterLayout(MemberId member) const {

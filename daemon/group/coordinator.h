@@ -60,6 +60,7 @@ class Coordinator : public GroupMachine {
   bool is_coordinator() const override { return true; }
   absl::Status CanRegisterLayout(MemberId member) const override;
   std::optional<Version> version() const override;
+  std::optional<Version> content() const override;
   MachineView View(TimePoint now) const override;
   std::optional<UpdateView> ViewUpdate(TimePoint now) const override;
   std::optional<UpdateView> ViewLatest(TimePoint now) const override;

@@ -45,9 +45,23 @@ void LogCatchUpEnd(const group::Update& update, Outcome outcome, const std::stri
                        update.catch_up->gave_way ? "given up" : "failed", reason));
 }
 
+void LogRollbackEnd(const group::Update& update, Outcome outcome, const std::string& reason,
+                    group::Outbox* out) {
+  if (outcome != Outcome::kCommitted) {
+    return out->Log(
+        LogLine::kWarning,
+        fmt::format("rollback to the content of version {} aborted: {}", *update.content, reason));
+  }
+  out->Log(
+      LogLine::kInfo,
+      fmt::format("rollback to the content of version {} committed: version {}, in {}",
+                  *update.content, update.version, group::Seconds(out->now() - update.started)));
+}
+
 void LogEnd(const group::Update& update, Outcome outcome, const std::string& reason,
             group::Outbox* out) {
   if (update.catch_up.has_value()) return LogCatchUpEnd(update, outcome, reason, out);
+  if (update.content.has_value()) return LogRollbackEnd(update, outcome, reason, out);
   if (outcome != Outcome::kCommitted) {
     return out->Log(LogLine::kWarning,
                     fmt::format("update to version {} aborted: {}", update.version, reason));
@@ -75,6 +89,8 @@ UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& re
   ended.failure = failure;
   ended.catch_up = u.catch_up.has_value();
   ended.gave_way = ended.catch_up && u.catch_up->gave_way;
+  ended.rollback = u.content.has_value();
+  ended.flip_backs = u.participants.FlipBacks();
   ended.bytes = ended.catch_up ? u.participants.WrittenBytes() : u.push.accepted_bytes();
   ended.total = now - u.started;
   ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
@@ -192,6 +208,7 @@ void Group::Impl::SettleIfDone() {
   if (update->state != UpdateState::kSettling) return;
   if (update->program.exists() && !update->program.done()) return;
   if (!update->push.settled()) return;
+  if (RollbackRuns()) return Decide();
   if (const absl::Status written = update->participants.WrittenInFull(); !written.ok()) {
     Abandon({Message(written), GiveUpClass::kVerification, FailureOf(written)});
     return;
@@ -241,6 +258,8 @@ void Group::Impl::On(const EngineFailed& e) {
   const std::optional<uint32_t> index = update->participants.Of(e.member);
   if (!index.has_value()) return;
   if (update->state == UpdateState::kEnding) return;
+  // Where the rank can't flip, nobody knows what its backs are.
+  if (update->staged()) members.FindInstance(member->instance)->back.reset();
   FailEngine(*index, {fmt::format("{} failed: {}", member->label, e.reason), GiveUpClass::kAborted,
                       members.Suspecting(e.member)});
 }
@@ -381,6 +400,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
     update->participants.Commit(update->readback.content(), &versions);
     if (!CatchUpRuns()) members.NoteCommit();
     catch_up.NoteCommit(CatchUpRuns(), update->participants.Remaining());
+    HoldPrevious();
   } else {
     if (CatchUpRuns()) {
       catch_up.NoteGivenUp(update->participants.all().empty(), update->participants.Remaining(),
@@ -402,6 +422,12 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
       out.Do(SendCommitted{member->id, update->version});
     } else {
       out.Do(SendAborted{member->id, update->version, reason, false, failure});
+    }
+  }
+  if (committed && RollbackRuns()) {
+    // Trainers go on with the number after it.
+    for (const auto& [rank, id] : members.trainers()) {
+      out.Do(SendCommitted{id, update->version, 0, "", 0, versions.content()});
     }
   }
   const std::vector<InstanceOutcome> outcomes =
@@ -429,6 +455,19 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   out.Changed();
 }
 
+// The version is committed: what its Begin or the group's spec holds is the version before.
+void Group::Impl::HoldPrevious() {
+  if (CatchUpRuns()) return;
+  const std::chrono::seconds time(members.spec().hold_previous_seconds);
+  if (update->hold) {
+    rollback.Hold(std::nullopt);
+  } else if (!RollbackRuns() && time.count() > 0) {
+    rollback.Hold(time);
+  } else {
+    rollback.Release();
+  }
+}
+
 // Answers every call that waits, once.
 void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Failure& failure,
                             const std::vector<InstanceOutcome>& outcomes) {
@@ -443,9 +482,11 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Fai
       update->version,     outcomes, update->push.accepted_bytes(), out.now() - update->started,
       bucket_log.Totals(), {}};
   done.left_out = update->coverage.FindLeftOut();
+  done.content = update->content;
   for (const auto& [call, request] : waiting) {
     if (committed) {
-      REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit);
+      REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit ||
+                   request->kind == CallKind::kRollback);
       requests.Finish(request, absl::OkStatus(), done);
       continue;
     }
@@ -457,6 +498,7 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Fai
         requests.Finish(request, lost(why.bucket_code), EmptyReply{});
         break;
       case CallKind::kCommit:
+      case CallKind::kRollback:
         requests.Finish(request, lost(why.commit_code), EmptyReply{});
         break;
       case CallKind::kRefit: {
@@ -502,6 +544,7 @@ std::string Group::Impl::WaitedFor() const {
       if (missing.empty() && (CatchUpRuns() || compiler.busy())) {
         missing.emplace_back("the program to be compiled");
       }
+      if (missing.empty() && rollback.Holds()) missing.push_back(rollback.Describe());
       return group::Few(missing);
     }
     case UpdateState::kPreparing: {

@@ -113,6 +113,7 @@ struct Follower::Impl {
   uint64_t incarnation = 0;
   GroupSpec spec;
   std::optional<Version> version;
+  std::optional<Version> content;  // if `version` is a rollback
   std::string coordinator_id;
   std::string owner;              // of the group
   Protocol protocol = kProtocol;  // agreed with the coordinator, once joined
@@ -253,6 +254,7 @@ void Follower::Impl::AnswerLayoutsOf(MemberId member, const absl::Status& status
 template <typename Call>
 requires kIsOneOf<Call, TrainerCall>
 void Follower::Impl::On(const Call& e) {
+  if (e.member == MemberId()) return RefuseHere(e.call);  // an operator's
   if (state != State::kJoined) {
     Do(GroupAction(Reply{e.call,
                          state == State::kLost
@@ -308,6 +310,7 @@ void Follower::Impl::On(const LinkUp& e) {
   incarnation = e.incarnation;
   spec = e.spec;
   version = e.version;
+  content.reset();
   coordinator_id = e.coordinator_id;
   owner.clear();
   protocol = e.protocol;
@@ -397,6 +400,7 @@ void Follower::Impl::Take(const PeerWelcome& c) {
   if (it == members.end()) return;
   it->second.welcomed = true;
   version = c.group_version;
+  content = c.content;
   spec.trainer_ranks = c.trainer_ranks;
   Do(GroupAction(WelcomeMember{c.member}));
   Do(GroupAction(StateChanged{}));
@@ -465,13 +469,16 @@ void Follower::Impl::Take(const MemberAction& c) {
         Do(GroupAction(action));
       },
       c);
-  if (const auto* committed = std::get_if<SendCommitted>(&c)) version = committed->version;
+  if (const auto* committed = std::get_if<SendCommitted>(&c)) {
+    version = committed->version;
+    content = committed->content;
+  }
 }
 
 void Follower::Impl::Take(const PeerUpdateEnded& c) {
   worker.Handle(c, now, Out());
   outcome_due.erase(c.update);
-  // A catch-up has the version of an update that was committed, so it is not remembered.
+  // Catch-ups and rollbacks are no updates of the trainers, so they are not remembered.
   if (!c.catch_up) past.emplace_back(c.version, PastUpdate{c.outcome, c.reason, c.failure});
   if (past.size() > kRememberedUpdates) past.pop_front();
   Do(GroupAction(StateChanged{}));
@@ -480,6 +487,7 @@ void Follower::Impl::Take(const PeerUpdateEnded& c) {
 void Follower::Impl::Take(const PeerIncarnation& c) {
   incarnation = c.incarnation;
   version.reset();
+  content.reset();
   past.clear();
   // Trainers' leases name the old incarnation, so they end.
   std::vector<MemberId> trainers;
@@ -590,6 +598,7 @@ bool Follower::has_trainers() const {
 }
 bool Follower::update_running() const { return impl_->worker.Participates(); }
 std::optional<Version> Follower::version() const { return impl_->version; }
+std::optional<Version> Follower::content() const { return impl_->content; }
 
 absl::Status Follower::CanRegisterLayout(MemberId member) const {
   return impl_->CanRegisterLayout(member);
@@ -648,6 +657,7 @@ MachineView Follower::View(TimePoint now) const {
   view.group.owner = f.owner;
   view.group.spec = f.spec;
   view.group.version = f.version;
+  view.group.content = f.content;
   switch (f.state) {
     case Impl::State::kJoining:
       view.group.state = "joining";

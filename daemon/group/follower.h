@@ -45,6 +45,7 @@ class Follower : public GroupMachine {
   bool is_coordinator() const override { return false; }
   absl::Status CanRegisterLayout(MemberId member) const override;
   std::optional<Version> version() const override;
+  std::optional<Version> content() const override;
   MachineView View(TimePoint now) const override;
   UpdateStatistics Statistics() const override { return {}; }
   PastUpdate Past(Version version) const override;  // of updates that this daemon took part in

@@ -122,6 +122,39 @@ TEST_CASE("a joined daemon takes up how many trainer ranks there are now") {
   CHECK(f.follower().spec().trainer_ranks == 4);
 }
 
+TEST_CASE("a joined daemon sends its trainers' rollbacks on, and refuses an operator's") {
+  Fixture f;
+  constexpr MemberId kTrainer{8};
+  f.Do(GroupEvent(TrainerAttached{kTrainer, {}}));
+  f.Command(PeerWelcome{kTrainer, Version(3), 1, Version(1)});
+  CHECK(f.follower().version() == Version(3));
+  CHECK(f.follower().content() == Version(1));
+  f.Do(GroupEvent(RollbackEvent{.call = CallId(4), .member = kTrainer, .request_id = "r"}));
+  f.Do(GroupEvent(ReleasePreviousEvent{CallId(5), kTrainer}));
+  CHECK(f.Sent<PeerCall>().size() == 2);
+  CHECK(f.Replies().empty());
+  CommitReply done{Version(5), {}, 0, {}, {}, {}};
+  done.content = Version(3);
+  f.Command(Reply{CallId(4), absl::OkStatus(), done});
+  REQUIRE(f.Replies().size() == 1);
+  CHECK(std::get<CommitReply>(f.Replies()[0].payload).content == Version(3));
+  f.Command(Reply{CallId(5), absl::OkStatus(), EmptyReply{}});
+  f.Forget();
+  f.Do(GroupEvent(RollbackEvent{.call = CallId(6), .member = {}, .request_id = ""}));
+  f.Do(GroupEvent(ReleasePreviousEvent{CallId(7), {}}));
+  CHECK(f.Sent<PeerCall>().empty());
+  REQUIRE(f.Replies().size() == 2);
+  for (const Reply& reply : f.Replies()) {
+    CHECK_THAT(std::string(reply.status.message()), Contains("elsewhere"));
+  }
+  // A trainer gets the new number, and the rollback is no update that GetUpdate knows.
+  f.Command(MemberAction(SendCommitted{kTrainer, Version(5), 0, "", 0, Version(3)}));
+  CHECK(f.follower().version() == Version(5));
+  CHECK(f.follower().content() == Version(3));
+  f.Command(MemberAction(SendCommitted{kTrainer, Version(6)}));
+  CHECK(f.follower().content() == std::nullopt);
+}
+
 TEST_CASE("RegisterLayout was answered before the coordinator had the layout") {
   Fixture f;
   f.Register(kCall);

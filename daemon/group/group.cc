@@ -118,7 +118,7 @@ void Group::Impl::GiveWay(std::string reason) {
 absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted,
                                                              UpdateId wanted_update) {
   if (group::IsAnother(wanted_update, update.get())) return history.Refuse(wanted_update, wanted);
-  const bool open = update != nullptr && !CatchUpRuns();
+  const bool open = update != nullptr && !CatchUpRuns() && !RollbackRuns();
   if (!open || update->version != wanted) {
     REFITD_RETURN_IF_ERROR(history.Refuse(wanted));
     if (!open) return Precondition("no update to version {} is open: begin it first", wanted);
@@ -345,6 +345,7 @@ void Group::Impl::On(const ReplaceGroup& e) {
   state = *next;
   versions.Replace(e.incarnation);
   members.Replace(e.by);
+  rollback.Release();
   history.Clear();
   catch_up.Look();
   out.Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
@@ -421,6 +422,9 @@ std::optional<TimePoint> Group::NextDeadline() const {
     return next;
   }
   consider(update->deadline);
+  if (update->state == UpdateState::kOpening && impl_->rollback.Holds()) {
+    consider(impl_->rollback.held_until());
+  }
   if (update->awaits_ready()) consider(update->ready_deadline);
   if (const auto ack = update->push.FirstLate(); ack.has_value()) consider(ack->first);
   consider(impl_->IdleDeadline());
@@ -435,6 +439,7 @@ const std::string& Group::owner() const { return impl_->members.owner(); }
 bool Group::has_trainers() const { return !impl_->members.trainers().empty(); }
 bool Group::update_running() const { return impl_->update != nullptr; }
 std::optional<Version> Group::version() const { return impl_->versions.last(); }
+std::optional<Version> Group::content() const { return impl_->versions.content(); }
 
 absl::Status Group::CanRegisterLayout(MemberId member) const {
   const group::Member* m = impl_->members.Find(member);
@@ -468,7 +473,8 @@ bool Group::TrainsOn(NodeId node) const { return impl_->members.TrainsOn(node); 
 std::string Group::KeptOut(NodeId node) const { return impl_->members.WhyKeptOut(node); }
 
 PastUpdate Group::Past(Version version) const {
-  if (impl_->update != nullptr && impl_->update->version == version && !impl_->CatchUpRuns()) {
+  const bool runs = impl_->update != nullptr && !impl_->CatchUpRuns() && !impl_->RollbackRuns();
+  if (runs && impl_->update->version == version) {
     return {Outcome::kRunning, ""};
   }
   return impl_->history.Find(version);

@@ -75,6 +75,8 @@ inline constexpr int kMaxPartsPerBucket = 4096;
 inline constexpr int kMaxNamePatterns = 64;
 // The largest GroupSpec::max_lag. Differences of versions fit into an integer by far.
 inline constexpr int64_t kMaxLag = 1'000'000'000;
+// The largest GroupSpec::hold_previous_seconds: a week.
+inline constexpr int64_t kMaxHoldPreviousSeconds = int64_t{7} * 24 * 3600;
 // How many instances give at a time in one catch-up. Planning, comparing and the set of daemons
 // that must stay up grow with their number, while from a few source instances on a late instance's
 // own link is the limit.
@@ -101,6 +103,9 @@ struct GroupSpec {
   int64_t max_lag = 0;
   // Bytes cross between daemons encrypted or not at all.
   bool encrypted_data = false;
+  // How long after a commit shadowed instances keep the version before in their backs: the next
+  // update is not staged until then. 0 to kMaxHoldPreviousSeconds.
+  int64_t hold_previous_seconds = 0;
   bool operator==(const GroupSpec&) const = default;
 };
 // Whether both are equal apart from trainer_ranks, which the attaching trainers decide.
@@ -286,6 +291,7 @@ struct CommitReply {
   Duration elapsed{};
   std::vector<BroadcastTotals> pushed;  // by method
   LeftOut left_out;
+  std::optional<Version> content{};  // of a rollback: the version whose content is served again
 };
 struct EmptyReply {};
 using ReplyPayload = std::variant<EmptyReply, BeginReply, LeaseSlotReply, BucketReply, CommitReply>;
@@ -350,6 +356,8 @@ struct BeginEvent {
   // the update by Commit.
   bool without_layout = false;
   std::string note{};  // for people; at most kMaxNoteBytes
+  // When this update has committed, the next one is not staged before ReleasePreviousEvent.
+  bool hold = false;
 };
 
 struct ReadyEvent {
@@ -443,6 +451,7 @@ struct RefitEvent {
   // The update that the rank began and that this call ends; the call then opens no other update. 0:
   // the call opens or joins the update to `version`, or ends the update that the rank began.
   UpdateId update{};
+  bool hold = false;  // as BeginEvent::hold
 };
 struct AbortEvent {
   using Answer = EmptyReply;
@@ -454,9 +463,30 @@ struct AbortEvent {
   UpdateId update{};  // as BucketEvent::update
 };
 
+// Goes back to the content of the version before the group's, under the number after the group's.
+// A trainer rank or an operator asks for it.
+struct RollbackEvent {
+  using Answer = CommitReply;
+  CallId call;
+  MemberId member;  // 0: an operator's call
+  std::string request_id;
+  // The version that is rolled back. The call is refused if the group has another; if that one is
+  // the rollback of this version, the call is answered with its number.
+  std::optional<Version> version{};
+  Duration duration{};  // 0: default
+};
+// The next update may be staged: what BeginEvent::hold or GroupSpec::hold_previous_seconds held is
+// let go.
+struct ReleasePreviousEvent {
+  using Answer = EmptyReply;
+  CallId call;
+  MemberId member;  // 0: an operator's call
+};
+
 // The calls of trainer ranks. Each names what an OK answer carries as its Answer.
-using TrainerCall = std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
-                                 CommitEvent, RefitEvent, AbortEvent>;
+using TrainerCall =
+    std::variant<BeginEvent, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent, CommitEvent, RefitEvent,
+                 AbortEvent, RollbackEvent, ReleasePreviousEvent>;
 
 // The read-back has ended.
 struct VerifyDone {
@@ -575,9 +605,10 @@ struct CallGone {
 using GroupEvent =
     std::variant<TrainerAttached, EngineAttached, MemberLost, LayoutRegistered, BeginEvent,
                  ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
-                 TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, VerifyDone,
-                 RefitPlanned, CompareDone, RefitDone, OperatorAbort, ReplaceGroup, DrainEvent,
-                 FailUpdate, UpdateAnnounced, DataPlaneState, KeepNodesOut, Tick, CallGone>;
+                 TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, RollbackEvent,
+                 ReleasePreviousEvent, VerifyDone, RefitPlanned, CompareDone, RefitDone,
+                 OperatorAbort, ReplaceGroup, DrainEvent, FailUpdate, UpdateAnnounced,
+                 DataPlaneState, KeepNodesOut, Tick, CallGone>;
 
 // ---- actions ----
 
@@ -649,6 +680,10 @@ struct UpdateRecord {
   std::string note;
   Verification verification = Verification::kReadback;
   bool evict_late = false;
+  bool hold = false;  // the next update is not staged before ReleasePreviousEvent
+  // Of a rollback: the version whose content it puts into place again. No byte is moved, and
+  // neither trainers nor the data plane take part.
+  std::optional<Version> content;
   // Set when the update is assembled (UpdateAssembled).
   std::optional<ProgramUse> use;  // nullopt: nothing but pushed buckets is moved
   Destinations destinations;
@@ -660,6 +695,7 @@ struct UpdateRecord {
 
   // Whether its sources are engine ranks.
   bool from_engines() const { return use.has_value() && use->catch_up; }
+  bool from_trainers() const { return !from_engines() && !content.has_value(); }
 };
 
 // The update is assembled: its participants are known. Comes before its SendPrepare actions.
@@ -681,6 +717,7 @@ struct SendFlip {
   Version version;
   UpdateId update;
   Duration remaining{};
+  std::optional<Version> content{};  // of a rollback: the version that lies in the backs
 };
 // Hand one part to a loader engine rank.
 struct SendPart {
@@ -699,6 +736,8 @@ struct SendCommitted {
   std::string owner{};
   // Engines: the ContentDigest of the rank's registered memory; 0: not all of it was read back.
   uint64_t digest = 0;
+  // Set if the version is a rollback: the version whose content it has.
+  std::optional<Version> content{};
 };
 struct SendAborted {
   MemberId member;
@@ -838,6 +877,8 @@ struct UpdateEnded {
   // A catch-up that is not committed gave way: to an update, to a drain, or since its source
   // instances changed.
   bool gave_way = false;
+  bool rollback = false;
+  int flip_backs = 0;  // instances that had to flip, and were told to flip back
   // Records that the group needs no more. Freeing those of a large model takes long, so the caller
   // that performs the action frees them where nothing waits.
   std::shared_ptr<const void> remains{};
@@ -915,6 +956,7 @@ struct UpdateView {
   std::vector<InstanceOutcome> instances;
   std::string note;
   bool catch_up = false;
+  std::optional<Version> content;             // a rollback's
   std::vector<std::string> source_instances;  // a catch-up's: the instances that give
   LeftOut left_out;                           // so far
 };
@@ -929,6 +971,13 @@ struct SlotView {
   SlotState state;
   std::string holder;
 };
+// The version before the group's, which backs of shadowed instances hold.
+struct PreviousView {
+  Version version;
+  std::string refused;               // why the group can't go back to it now; empty: it can
+  bool held = false;                 // the next update waits
+  std::optional<Duration> held_for;  // nullopt: until it is released
+};
 struct GroupView {
   std::string name;
   uint64_t incarnation = 0;
@@ -936,6 +985,8 @@ struct GroupView {
   std::string_view state;
   GroupSpec spec;
   std::optional<Version> version;
+  std::optional<Version> content;        // if `version` is a rollback
+  std::optional<PreviousView> previous;  // nullopt: no instance holds it
   std::vector<MemberView> members;
   std::vector<InstanceView> instances;
   std::optional<UpdateView> update;    // of the trainers: the running update, or else the last
@@ -978,6 +1029,8 @@ class Group {
   // FAILED_PRECONDITION: the member takes loader delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
   std::optional<Version> version() const;
+  // If that version is a rollback: the version whose content it has.
+  std::optional<Version> content() const;
   // The identity that owns the group; empty: nobody does.
   const std::string& owner() const;
   // Whether a trainer rank is attached to that node.

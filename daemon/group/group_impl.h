@@ -1,10 +1,15 @@
 // The conductor: it hands events to the group's machines, and takes the steps that these make
 // possible. Only group/*.cc includes it.
 //
-//   group.cc    events to steps; the data phase: slots, buckets, acknowledgements; the clock,
-//   catch-ups view.cc     what status shows members.cc  attach, loss begin.cc    Begin, Prepare,
-//   Ready refit.cc    the one call of a compiled refit end.cc      Commit, verification, eviction,
-//   giving up catch_up.cc    catch-ups: late instances get the version from clean ones
+//   group.cc       events to steps; the data phase: slots, buckets, acknowledgements; the clock,
+//                  catch-ups
+//   view.cc        what status shows
+//   members.cc     attach, loss
+//   begin.cc       Begin, Prepare, Ready; rollbacks
+//   refit.cc       the one call of a compiled refit
+//   end.cc         Commit, verification, eviction, giving up
+//   catch_up.cc    catch-ups: late instances get the version from clean ones
+//   rollback.cc    the version before: who holds it, and the way back to it
 //   invariants.cc  what must hold after every event
 //
 // Every event ends in Pump(), which takes all steps that have become possible. Not thread-safe.
@@ -16,6 +21,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -26,6 +32,7 @@
 #include "daemon/group/membership.h"
 #include "daemon/group/outbox.h"
 #include "daemon/group/requests.h"
+#include "daemon/group/rollback.h"
 #include "daemon/group/slots.h"
 #include "daemon/group/update.h"
 #include "daemon/group/versions.h"
@@ -97,6 +104,8 @@ struct Group::Impl {
   void On(const CompareDone& e);
   void On(const RefitDone& e);
   void On(const AbortEvent& e);
+  void On(const RollbackEvent& e);
+  void On(const ReleasePreviousEvent& e);
   void On(const VerifyDone& e);
   void On(const OperatorAbort& e);
   void On(const ReplaceGroup& e);
@@ -129,6 +138,8 @@ struct Group::Impl {
 
   // ---- begin.cc ----
   absl::Status CheckBegin(const Member& member, const BeginEvent& e) const;
+  // `asked`: 0: the default.
+  Duration DurationOf(Duration asked) const;
   void Open(const BeginEvent& e);
   void AssembleIfAllHere();
   void Assemble();
@@ -146,14 +157,19 @@ struct Group::Impl {
 
   // ---- catch-ups, in group.cc and end.cc ----
   bool CatchUpRuns() const { return update != nullptr && update->catch_up.has_value(); }
+  bool RollbackRuns() const { return update != nullptr && update->content.has_value(); }
   void OpenCatchUpIfDue();
   void GiveWay(std::string reason);
   // The call is checked already, so that a call which is refused does not end the catch-up (P10).
   template <typename Event>
-  void Defer(const Event& e) {
+  void Defer(const Event& e, std::string_view to) {
     catch_up.Defer(e, e.duration);
-    GiveWay(fmt::format("it gives way to the update to version {}", e.version));
+    GiveWay(fmt::format("it gives way to {}", to));
   }
+
+  // ---- rollbacks, in begin.cc ----
+  absl::Status CheckRollback(const RollbackEvent& e) const;
+  void OpenRollback(const RollbackEvent& e);
 
   // ---- end.cc ----
   void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
@@ -169,6 +185,7 @@ struct Group::Impl {
   void AnswerAll(bool committed, const std::string& reason, const Failure& failure,
                  const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
+  void HoldPrevious();
   std::string WaitedFor() const;
 
   group::Outbox out;
@@ -184,6 +201,7 @@ struct Group::Impl {
   group::Slots slots{limits, &members, &requests, &out};
   group::CatchUp catch_up{limits, &members, &versions, &out};
   group::RefitCompiler compiler{&members, &slots, &out};
+  group::Rollback rollback{&members, &versions, &catch_up, &out};
 
   GroupState state = GroupState::kIdle;
   group::BucketLog bucket_log;  // of the running update, else the last

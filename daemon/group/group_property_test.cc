@@ -19,8 +19,10 @@ class Schedule {
       : random_(seed), faults_(faults), g_(MakeSpec(), MakeLimits()) {
     MakeModel();
     const int instances = Pick(1, 4);
+    const bool shadowed = faults && Chance(25);  // all: only then a rollback is possible
     for (int i = 0; i < instances; ++i) {
-      shapes_.push_back({"i" + std::to_string(i), Chance(60) ? 1 : 2, Pick(0, 3)});
+      const int delivery = Pick(0, 3);
+      shapes_.push_back({"i" + std::to_string(i), Chance(60) ? 1 : 2, shadowed ? 3 : delivery});
     }
   }
 
@@ -32,6 +34,7 @@ class Schedule {
   }
 
   int64_t committed() const { return g_.group.View(g_.now).committed; }
+  int rollbacks() const { return rollbacks_; }
 
  private:
   struct Shape {
@@ -60,6 +63,7 @@ class Schedule {
     spec.min_instances = 1;
     spec.slot_bytes = 4096;
     spec.slots = Pick(2, 6);
+    if (faults_ && Chance(30)) spec.hold_previous_seconds = Pick(1, 10);
     return spec;
   }
   GroupLimits MakeLimits() {
@@ -175,6 +179,7 @@ class Schedule {
       e.slots_on_devices = broadcast_ > BroadcastMethod::kDirect || Chance(80);
       if (Fault(10)) e.broadcast = BroadcastMethod::kNccl;
       if (Fault(20)) e.version = Version(0);
+      e.hold = faults_ && Chance(20);
       if (Chance(30)) e.request_id = "begin" + std::to_string(version_);
       t->plan = plan_[static_cast<size_t>(rank)];
       t->pushed.assign(t->plan.size(), false);
@@ -246,7 +251,12 @@ class Schedule {
     if (Fault(8)) KillSomething();
     if (Fault(4)) Pass();
     if (Fault(5)) Interfere();
+    if (Fault(20)) g_.Rollback(Chance(50) ? SomeTrainer() : MemberId());
+    if (Fault(20)) g_.ReleasePrevious(Chance(50) ? SomeTrainer() : MemberId());
     Progress();
+  }
+  MemberId SomeTrainer() const {
+    return trainers_.empty() ? MemberId() : trainers_.begin()->second.id;
   }
   void Progress() {
     switch (Pick(0, 4)) {
@@ -377,6 +387,10 @@ class Schedule {
     GiveLeasesBack();
     CHECK(g_.FreeSlots() == g_.group.spec().slots);
     CHECK(g_.ended.size() == static_cast<size_t>(committed() + g_.group.View(g_.now).aborted));
+    for (const CallId call : g_.asked) {
+      const auto* done = std::get_if<CommitReply>(&g_.Answer(call)->payload);
+      if (done != nullptr && done->content.has_value()) ++rollbacks_;
+    }
     CHECK(g_.released == g_.lost);
     for (const MemberView& member : g_.group.View(g_.now).members) {
       CHECK(member.state == "attached");
@@ -401,6 +415,7 @@ class Schedule {
   Verification verification_ = Verification::kReadback;
   bool evict_late_ = false;
   BroadcastMethod broadcast_ = BroadcastMethod::kAuto;
+  int rollbacks_ = 0;
 };
 
 TEST_CASE("random schedules without faults commit every update") {
@@ -416,12 +431,15 @@ TEST_CASE("random schedules without faults commit every update") {
 
 TEST_CASE("random schedules with deaths, lateness and bad calls keep every promise and end") {
   int64_t committed = 0;
+  int rollbacks = 0;
   for (uint64_t seed = 0; seed < 8000; ++seed) {
     INFO("seed " << seed);
     Schedule schedule(seed, true);
     schedule.Run();
     committed += schedule.committed();
+    rollbacks += schedule.rollbacks();
   }
+  CHECK(rollbacks > 100);
   CHECK(committed > 4000);  // fewer would mean that the schedules test little
 }
 

@@ -5,6 +5,7 @@
 //   P2 Aborted says dirty exactly where something was written since the last commit;
 //   P3 versions grow, updates don't overlap;
 //   P6 a member is released only when no transfer and no verification touches its memory;
+//   P1, P11 what flips in a rollback is the content that it names, which nothing has touched since;
 //   every call is answered once; nothing is sent to a member that was released or refused.
 #ifndef REFITD_DAEMON_GROUP_GROUP_TEST_UTIL_H_
 #define REFITD_DAEMON_GROUP_GROUP_TEST_UTIL_H_
@@ -250,6 +251,19 @@ class TestGroup {
     Do(AbortEvent{call, member, "", Version(version), std::move(reason)});
     return call;
   }
+  // `member` 0: an operator's call. `version`: what is rolled back, if it is not whichever there
+  // is.
+  CallId Rollback(MemberId member = {}, std::optional<int64_t> version = {}) {
+    RollbackEvent e{.call = NewCall(), .member = member, .request_id = ""};
+    if (version.has_value()) e.version = Version(*version);
+    Do(e);
+    return e.call;
+  }
+  CallId ReleasePrevious(MemberId member = {}) {
+    const CallId call = NewCall();
+    Do(ReleasePreviousEvent{call, member});
+    return call;
+  }
   CallId Lease(MemberId member, int64_t version, Duration wait = {}) {
     const CallId call = NewCall();
     Do(LeaseSlotEvent{call, member, Version(version), wait});
@@ -446,6 +460,7 @@ class TestGroup {
   }
 
   void Do(GroupEvent event) {
+    if (const auto* e = std::get_if<LayoutRegistered>(&event)) sides_.erase(e->member);
     GroupActions actions;
     group.Handle(event, now, &actions);
     group.CheckInvariants();
@@ -501,6 +516,11 @@ class TestGroup {
 
  private:
   using Written = std::map<std::string, IntervalSet>;
+  // The versions whose content lies in a shadowed rank's memory; nullopt: of none in full.
+  struct Sides {
+    std::optional<Version> front;
+    std::optional<Version> back;
+  };
 
   std::vector<int64_t> BytesInto(const MovePart& t) const {
     std::vector<int64_t> bytes(assembled->destinations.size());
@@ -567,10 +587,27 @@ class TestGroup {
       CHECK(written_[engine.id][tensor.name].total() == *ElementCount(tensor.shape));
     }
   }
-  // P2: the instance serves what the update writes.
+  // P2: the instance serves what the update writes, or it has backs.
   void NoteWrite(MemberId member) {
     const auto engine = engines.find(member);
-    if (engine != engines.end() && !engine->second.shadowed) dirty.insert(engine->second.instance);
+    if (engine == engines.end()) return;
+    if (engine->second.shadowed) {
+      sides_[member].back.reset();
+    } else {
+      dirty.insert(engine->second.instance);
+    }
+  }
+  // Fronts and backs have changed places. A rollback has written nothing, so that its content must
+  // have been in the backs.
+  void NoteFlip(const SendCommitted& a) {
+    Sides& sides = sides_[a.member];
+    std::swap(sides.front, sides.back);
+    if (assembled->content.has_value()) {
+      CHECK(a.content == assembled->content);
+      CHECK(sides.front == a.content);
+    } else {
+      sides.front = a.content.value_or(a.version);
+    }
   }
 
   void On(const Reply& a) {
@@ -597,7 +634,12 @@ class TestGroup {
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());
     CHECK_FALSE(refitting.has_value());
-    CheckWritten(engines.at(a.member));  // P1: before it is put into place
+    // P1: before it is put into place.
+    if (a.content.has_value()) {
+      CHECK(sides_[a.member].back == a.content);
+    } else {
+      CheckWritten(engines.at(a.member));
+    }
     prepared.emplace_back(a.member, a.update);
     flips.push_back(a);
   }
@@ -629,8 +671,11 @@ class TestGroup {
     if (it == engines.end()) return;
     const Engine& engine = it->second;
     dirty.erase(engine.instance);
+    if (engine.shadowed) NoteFlip(a);
     if (engine.shadowed) CHECK(flipped_.contains({a.member, UpdateId(updates_)}));
-    if (engine.delivery == DeliveryMode::kInPlace) {
+    if (assembled->content.has_value()) {
+      CHECK(engine.shadowed);
+    } else if (engine.delivery == DeliveryMode::kInPlace) {
       CheckWritten(engine);
     } else {
       CHECK(static_cast<int64_t>(acked_[{a.member, updates_}].size()) == next_part_[a.member]);
@@ -784,6 +829,7 @@ class TestGroup {
   std::map<MemberId, Written> delivered_;  // of the running update
   std::map<std::pair<MemberId, uint64_t>, std::set<PartSeq>> acked_;
   std::map<MemberId, int64_t> next_part_;
+  std::map<MemberId, Sides> sides_;
   std::set<std::pair<MemberId, UpdateId>> flipped_;  // that answered Ready
   bool unannounced_ = false;
 };

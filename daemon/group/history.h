@@ -1,5 +1,5 @@
-// The updates of a group that have ended: how each of the last kRememberedUpdates ended, for
-// GetUpdate and for late calls, and the views of the last of them, for status.
+// The updates of a group that have ended: how each of the trainers' last kRememberedUpdates ended,
+// for GetUpdate and for late calls, and the views of the last of them, for status.
 //
 // Pure; not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_HISTORY_H_
@@ -19,8 +19,9 @@ namespace refitd::group {
 
 class UpdateHistory {
  public:
-  // `what`: the answer to GetUpdate. Catch-ups are only shown, never answered: GetUpdate is about
-  // trainers' updates.
+  // `what`: the answer to GetUpdate. Catch-ups and rollbacks are only shown, never answered:
+  // GetUpdate is about trainers' updates, also where a rollback took the number that one of them
+  // wanted.
   void Add(UpdateView view, PastUpdate what) {
     last_was_catch_up_ = view.catch_up;
     if (view.catch_up) {
@@ -28,7 +29,7 @@ class UpdateHistory {
       return;
     }
     ++(what.outcome == Outcome::kCommitted ? committed_ : aborted_);
-    past_.push_back({view.id, view.version, std::move(what)});
+    if (!view.content.has_value()) past_.push_back({view.id, view.version, std::move(what)});
     update_ = std::move(view);
     if (past_.size() > kRememberedUpdates) past_.pop_front();
   }
@@ -64,7 +65,8 @@ class UpdateHistory {
         version, update);
   }
 
-  // The last update of trainers, the last catch-up, and whichever of the two ended later.
+  // The last update of trainers or rollback, the last catch-up, and whichever of the two ended
+  // later.
   const std::optional<UpdateView>& update() const { return update_; }
   const std::optional<UpdateView>& catch_up() const { return catch_up_; }
   const std::optional<UpdateView>& latest() const {

@@ -23,6 +23,13 @@ void CheckCatchUp(const group::Update& u, const group::CatchUp& catch_up) {
   }
 }
 
+// P1: a rollback moves nothing, and only instances with backs are in it.
+void CheckRollbackRuns(const group::Update& u) {
+  REFITD_CHECK(u.push.trainers().empty() && u.push.settled() && u.coverage.tensors() == 0);
+  REFITD_CHECK(!u.program.exists() && !u.readback.started() && u.destinations.size() == 0);
+  for (const group::Participant& p : u.participants.all()) REFITD_CHECK(p.shadowed && !p.written);
+}
+
 }  // namespace
 
 void Group::Impl::CheckState() const {
@@ -43,6 +50,7 @@ void Group::Impl::CheckInvariants() const {
   slots.CheckInvariants();
   catch_up.CheckInvariants();
   compiler.CheckInvariants();
+  rollback.CheckInvariants();
   requests.CheckInvariants();
   REFITD_CHECK(!catch_up.anyone_waits() || CatchUpRuns());
   if (CatchUpRuns()) {
@@ -67,6 +75,7 @@ void Group::Impl::CheckInvariants() const {
   u.push.CheckInvariants(decided);
   u.readback.CheckInvariants();
   // P1: nothing is settled before every trainer rank has committed.
+  if (RollbackRuns()) return CheckRollbackRuns(u);
   if (CatchUpRuns() || !decided) return;
   REFITD_CHECK(static_cast<int>(u.push.trainers().size()) == members.spec().trainer_ranks);
 }

@@ -234,6 +234,8 @@ class GroupMachine {
   virtual bool is_coordinator() const = 0;
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;
   virtual std::optional<Version> version() const = 0;
+  // If that version is a rollback: the version whose content it has.
+  virtual std::optional<Version> content() const { return std::nullopt; }
   virtual MachineView View(TimePoint now) const = 0;
   // ViewUpdate gives View's update alone. ViewLatest gives the running update or catch-up, or else
   // the one that ended last, and MarkLatest a mark of its state. A follower does not know the

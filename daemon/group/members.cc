@@ -128,7 +128,7 @@ void Group::Impl::LoseTrainer(const Member& member, const std::string& reason) {
     }
     return;
   }
-  if (update == nullptr || update->staged()) return;
+  if (update == nullptr || update->staged() || RollbackRuns()) return;
   Abandon({fmt::format("{} was lost: {}", member.label, reason), GiveUpClass::kMemberLost,
            members.Suspecting(member.id)});
 }

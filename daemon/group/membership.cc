@@ -305,7 +305,10 @@ void Membership::Register(Member* member, const LayoutRegistered& e) {
   if (!member->engine) return;
   NoteStanding(member->instance);
   declared_->Add(member->layout);
-  if (Instance* instance = FindInstance(member->instance)) CompleteIfAllHere(instance);
+  Instance* const instance = FindInstance(member->instance);
+  if (instance == nullptr) return;
+  instance->back.reset();
+  CompleteIfAllHere(instance);
 }
 
 void Membership::CompleteIfAllHere(Instance* instance) {
@@ -356,6 +359,7 @@ void Membership::Lose(Member* member) {
   }
   const auto it = instances_.find(member->instance);
   it->second.ranks.erase(member->rank);
+  it->second.back.reset();
   NoteStanding(member->instance);
   const bool last = it->second.ranks.empty();
   ++changes_;
@@ -412,6 +416,7 @@ void Membership::Replace(const std::string& by) {
   for (auto& [instance_name, instance] : instances_) {
     Step(&instance.state, InstanceTrigger::kMarkDirty);
     NoteStanding(instance_name);
+    instance.back.reset();
     instance.reason = "the group was replaced";
   }
 }
@@ -457,6 +462,7 @@ void Membership::NoteAllStandings() {
 void Membership::MarkDirty(Instance* instance, std::string reason) {
   Step(&instance->state, InstanceTrigger::kMarkDirty);
   NoteStanding(instance->name);
+  instance->back.reset();
   instance->reason = std::move(reason);
   out_.Log(LogLine::kWarning,
            fmt::format("instance {} is dirty: {}", instance->name, instance->reason));

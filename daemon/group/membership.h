@@ -58,6 +58,7 @@ struct Member {
   uint64_t registrations = 0;       // layouts that the member has registered
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
   uint64_t held_digest = 0;         // the ContentDigest that belongs to `held`; 0: not known
+  uint64_t back_digest = 0;         // the same of Instance::back
   bool shadowed = false;            // engines: its layout's regions have backs
   bool on_device = false;           // engines: memory is on a GPU
   bool catch_up = false;            // engines: may give, and be caught up
@@ -74,6 +75,9 @@ struct Instance {
   std::map<int, MemberId> ranks;      // attached
   std::string reason;                 // why it is dirty or was evicted
   std::optional<UpdateId> installed;  // the last update that committed with it
+  // The version before the one that it serves, if the backs of all its ranks hold it in full: the
+  // group committed it into the same layouts, and nothing was written to the backs since.
+  std::optional<Version> back;
 };
 
 // Whether the state is in the lower row of instance_state.h: such an instance has no version (P2).

@@ -101,7 +101,7 @@ void UpdateParticipants::Flip() {
     participant.ready = false;
     BeginPrepare(&participant);
     for (const MemberId id : participant.members) {
-      out_.Do(SendFlip{id, update_.version, update_.id, remaining});
+      out_.Do(SendFlip{id, update_.version, update_.id, remaining, update_.content});
     }
   }
   out_.Changed();
@@ -216,10 +216,12 @@ void UpdateParticipants::Touch(const std::vector<uint32_t>& destinations, int by
 
 void UpdateParticipants::WriteFirst(uint32_t index) {
   Participant& participant = all_[index];
-  // P2: what a shadowed instance serves is not touched.
-  if (participant.written || participant.shadowed) return;
-  participant.written = true;
+  if (participant.written) return;
   Instance& instance = *members_.FindInstance(participant.instance);
+  instance.back.reset();
+  // P2: what a shadowed instance serves is not touched.
+  if (participant.shadowed) return;
+  participant.written = true;
   Step(&instance.state, InstanceTrigger::kFirstWrite);
   members_.NoteStanding(participant.instance);
   instance.reason = fmt::format("version {} is being written", update_.version);
@@ -272,24 +274,25 @@ void UpdateParticipants::AbortEvictedIfQuiet() {
   for (Participant& participant : all_) {
     if (!participant.evicted || participant.informed || participant.touching > 0) continue;
     participant.informed = true;
-    SendAborted(participant, participant.reason, participant.failure);
+    SendAborted(&participant, participant.reason, participant.failure);
   }
 }
 
 // Each member gets the outcome of its own instance, unless it was not sent the update.
-void UpdateParticipants::SendAborted(const Participant& participant, const std::string& reason,
+void UpdateParticipants::SendAborted(Participant* participant, const std::string& reason,
                                      const Failure& failure) {
-  if (!participant.prepared) return;
-  const Instance* instance = members_.FindInstance(participant.instance);
+  if (!participant->prepared) return;
+  const Instance* instance = members_.FindInstance(participant->instance);
   const bool dirty = instance != nullptr && IsDirty(instance->state);
   Failure own = failure;
   own.version = update_.version.value();
   own.weights = Weights::kClean;
-  if (dirty) own.AddDirty(participant.instance);
-  for (const MemberId id : participant.members) {
+  if (dirty) own.AddDirty(participant->instance);
+  for (const MemberId id : participant->members) {
     Member* member = members_.Find(id);
     if (member == nullptr || member->state == MemberState::kLeaving) continue;
     Step(&member->state, MemberTrigger::kOutcome);
+    participant->flipped_back = participant->shadowed;
     out_.Do(refitd::SendAborted{id, update_.version, reason, dirty, own});
   }
 }
@@ -304,7 +307,7 @@ void UpdateParticipants::Abort(bool quiet, const std::string& reason, const Fail
     Step(&instance.state, InstanceTrigger::kGiveUp);
     members_.NoteStanding(participant.instance);
     if (participant.written) instance.reason = reason;
-    SendAborted(participant, reason, failure);
+    SendAborted(&participant, reason, failure);
   }
 }
 
@@ -314,22 +317,47 @@ void UpdateParticipants::Commit(const std::vector<uint64_t>& read_back, Versions
   for (size_t d = 0; d < std::min(destinations.size(), read_back.size()); ++d) {
     digests[destinations[d]] = read_back[d];
   }
-  versions->Commit(update_.version);
   for (const Participant& participant : all_) {
     if (participant.evicted) continue;
     Instance& instance = *members_.FindInstance(participant.instance);
-    Step(&instance.state, InstanceTrigger::kCommit);
-    members_.NoteStanding(participant.instance);
-    instance.reason.clear();
-    instance.installed = update_.id;
-    for (const MemberId id : participant.members) {
-      Member* member = members_.Find(id);
-      const auto digest = digests.find(id);
-      versions->Install(member, digest == digests.end() ? 0 : digest->second);
-      Step(&member->state, MemberTrigger::kOutcome);
-      out_.Do(SendCommitted{id, update_.version, 0, "", member->held_digest});
-    }
+    // What was rolled back is not served again.
+    const bool keeps = participant.shadowed && !update_.content.has_value();
+    instance.back = keeps ? versions->VerifiedOf(instance) : std::nullopt;
   }
+  if (update_.content.has_value()) {
+    versions->RollBack(update_.version);
+  } else {
+    versions->Commit(update_.version);
+  }
+  for (const Participant& participant : all_) {
+    if (!participant.evicted) CommitRanks(participant, digests, versions);
+  }
+}
+
+void UpdateParticipants::CommitRanks(const Participant& participant,
+                                     const std::map<MemberId, uint64_t>& digests,
+                                     Versions* versions) {
+  Instance& instance = *members_.FindInstance(participant.instance);
+  Step(&instance.state, InstanceTrigger::kCommit);
+  members_.NoteStanding(participant.instance);
+  instance.reason.clear();
+  instance.installed = update_.id;
+  for (const MemberId id : participant.members) {
+    Member* member = members_.Find(id);
+    const auto read = digests.find(id);
+    const uint64_t digest = update_.content.has_value() ? member->back_digest
+                            : read == digests.end()     ? 0
+                                                        : read->second;
+    member->back_digest = member->held_digest;
+    versions->Install(member, digest);
+    Step(&member->state, MemberTrigger::kOutcome);
+    out_.Do(SendCommitted{id, update_.version, 0, "", member->held_digest, versions->content()});
+  }
+}
+
+int UpdateParticipants::FlipBacks() const {
+  return static_cast<int>(
+      std::count_if(all_.begin(), all_.end(), [](const Participant& p) { return p.flipped_back; }));
 }
 
 std::vector<InstanceOutcome> UpdateParticipants::Outcomes(bool committed, const std::string& reason,

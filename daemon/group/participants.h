@@ -37,10 +37,11 @@ struct Participant {
   bool prepared = false;          // its ranks were sent Prepare
   bool written = false;           // the update has written to what the instance serves
   bool evicted = false;
-  bool informed = false;  // its ranks were sent Aborted
-  std::string reason;     // of the eviction
-  Failure failure;        // of the eviction
-  int touching = 0;       // transfers and verifications that touch its memory
+  bool informed = false;      // its ranks were sent Aborted
+  bool flipped_back = false;  // ranks that were to flip were sent Aborted
+  std::string reason;         // of the eviction
+  Failure failure;            // of the eviction
+  int touching = 0;           // transfers and verifications that touch its memory
 };
 
 class UpdateParticipants {
@@ -132,8 +133,11 @@ class UpdateParticipants {
   // The update is given up for that reason: sends Aborted to ranks that were not sent it. `quiet`:
   // only to those whose memory no copy touches.
   void Abort(bool quiet, const std::string& reason, const Failure& failure);
+  // How many instances were to flip, and were told to flip back.
+  int FlipBacks() const;
   // The instances hold the version. `read_back`: the digests of what was read back, by destination;
-  // 0, or none: not all of a rank was read.
+  // 0, or none: not all of a rank was read. Fronts and backs of those that flipped have changed
+  // places, so that their backs now hold what they served.
   void Commit(const std::vector<uint64_t>& read_back, Versions* versions);
   // `reason` and `failure`: why the update was given up.
   std::vector<InstanceOutcome> Outcomes(bool committed, const std::string& reason,
@@ -146,8 +150,9 @@ class UpdateParticipants {
   friend struct refitd::GroupForTests;
 
   void BeginPrepare(Participant* participant);
-  void SendAborted(const Participant& participant, const std::string& reason,
-                   const Failure& failure);
+  void CommitRanks(const Participant& participant, const std::map<MemberId, uint64_t>& digests,
+                   Versions* versions);
+  void SendAborted(Participant* participant, const std::string& reason, const Failure& failure);
 
   const UpdateRecord& update_;
   Membership& members_;

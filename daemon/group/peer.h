@@ -139,7 +139,8 @@ using PeerReport =
 struct PeerWelcome {
   MemberId member;
   std::optional<Version> group_version;
-  int trainer_ranks = 1;  // of the group's spec as it is now
+  int trainer_ranks = 1;             // of the group's spec as it is now
+  std::optional<Version> content{};  // if group_version is a rollback: whose content it has
 };
 // An update in which this node takes part is assembled.
 struct PeerPrepare {

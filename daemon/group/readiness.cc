@@ -9,7 +9,7 @@ namespace refitd {
 
 std::string_view Name(Standing standing) {
   constexpr std::array<std::string_view, kStandings> kNames = {
-      "gone", "forming", "dirty", "clean", "updating", "empty", "stray"};
+      "gone", "forming", "dirty", "clean", "updating", "empty", "stray", "undone"};
   return kNames[static_cast<size_t>(standing)];
 }
 
@@ -59,6 +59,8 @@ std::optional<Readiness> ReadinessBook::Of(const std::string& instance, int64_t 
   } else if (known.standing == Standing::kStray) {
     readiness.lag.reset();
     readiness.reason = "it holds another version than the group's other instances brought";
+  } else if (known.standing == Standing::kUndone) {
+    readiness.reason = "its version was rolled back";
   } else if (known.standing != Standing::kClean && known.standing != Standing::kUpdating) {
     readiness.lag.reset();
     readiness.reason = fmt::format("it is {}", Name(known.standing));

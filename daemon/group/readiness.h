@@ -9,6 +9,7 @@
 // version of an earlier incarnation, or the group was replaced. Of instances that bring versions of
 // earlier incarnations one lineage is ready: the version that most of them hold, and what is at
 // most max_lag behind it in the same incarnation. The others wait for the next version. An instance
+// with a version that was rolled back is not ready, however little it is behind. An instance
 // whose update has written nothing yet still holds its version and stays ready; from the first byte
 // to the commit it is dirty (P2), hence not ready.
 //
@@ -40,8 +41,9 @@ enum class Standing : uint8_t {
   kUpdating = 4,  // clean, and in an update that has not written to it yet
   kEmpty = 5,     // complete, but without a version in a group that has had one
   kStray = 6,     // clean, but its version is not of the lineage that the group's instances hold
+  kUndone = 7,    // clean, but its version was rolled back
 };
-inline constexpr int kStandings = 7;
+inline constexpr int kStandings = 8;
 std::string_view Name(Standing standing);
 
 struct InstanceStanding {

@@ -16,6 +16,7 @@ BeginEvent BeginOf(const RefitEvent& e) {
   begin.duration = e.duration;
   begin.verification = e.verification;
   begin.evict_late = e.evict_late;
+  begin.hold = e.hold;
   return begin;
 }
 
@@ -56,8 +57,9 @@ void Group::Impl::On(const RefitEvent& e) {
     if (!progress.committed) TakeCommit(member, &progress, e.bucket_count);
     return;
   }
-  if (CatchUpRuns()) return Defer(e);
+  if (CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
   if (update == nullptr) Open(BeginOf(e));
+  update->hold = update->hold || e.hold;
   TrainerProgress& progress = update->push.Join(member);
   progress.one_call = progress.begins.empty();
   progress.awaited_buckets = 0;  // the commit takes effect when the engines are ready
@@ -94,6 +96,7 @@ absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, 
 absl::StatusOr<bool> group::FindProgram(const Membership& members, RefitCompiler* compiler,
                                         Update* update) {
   update->program.Clear();
+  if (update->content.has_value()) return true;
   RefitCompiler::Sources sources;
   for (const auto& [rank, progress] : update->push.trainers()) {
     const Member& member = *members.Find(progress.member);

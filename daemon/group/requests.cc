@@ -25,9 +25,12 @@ bool IsRefusal(const absl::Status& status) {
 }
 
 std::string Describe(const Asked& what) {
-  constexpr std::array<std::string_view, 5> kTexts = {
-      "begin of version {0}", "bucket {1} of version {0}", "commit of {1} buckets of version {0}",
-      "refit to version {0} after {1} buckets", "abort of version {0}"};  // by CallKind
+  constexpr std::array<std::string_view, 6> kTexts = {"begin of version {0}",
+                                                      "bucket {1} of version {0}",
+                                                      "commit of {1} buckets of version {0}",
+                                                      "refit to version {0} after {1} buckets",
+                                                      "abort of version {0}",
+                                                      "rollback of version {0}"};  // by CallKind
   return fmt::format(fmt::runtime(kTexts.at(static_cast<size_t>(what.kind))), what.version,
                      what.buckets);
 }

@@ -1,5 +1,5 @@
-// The calls of trainer ranks by request id: a repeated call has no second effect and gets the first
-// answer (P3).
+// The calls of trainer ranks, and of operators that wait for an update's end, by request id: a
+// repeated call has no second effect and gets the first answer (P3).
 //
 // A call that was refused changed nothing and is forgotten, so that its id may be used again. The
 // last kRememberedRequests finished requests of a member are kept; unfinished requests are kept
@@ -20,7 +20,7 @@
 
 namespace refitd::group {
 
-enum class CallKind : uint8_t { kBegin, kBucket, kCommit, kRefit, kAbort };
+enum class CallKind : uint8_t { kBegin, kBucket, kCommit, kRefit, kAbort, kRollback };
 
 // What a request asks for. A repeat must ask for the same.
 struct Asked {

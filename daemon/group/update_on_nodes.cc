@@ -118,7 +118,7 @@ void UpdateOnNodes::End(const UpdateEnded& ended, const Around& around) {
   nodes.insert(left_.begin(), left_.end());
   for (const NodeId node : nodes) {
     around.Send(node, PeerUpdateEnded{ended.update, ended.version, ended.outcome, ended.reason,
-                                      ended.catch_up, ended.failure});
+                                      ended.catch_up || ended.rollback, ended.failure});
   }
 }
 

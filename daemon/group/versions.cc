@@ -69,6 +69,35 @@ void Versions::CheckContent(Member* member, uint64_t content) {
   member->held.reset();
 }
 
+std::optional<Version> Versions::VerifiedOf(const Instance& instance) const {
+  const std::optional<HeldVersion> held = members_.VersionOf(instance);
+  if (!held.has_value() || held->origin != incarnation_) return std::nullopt;
+  for (const auto& [rank, id] : instance.ranks) {
+    if (!members_.Find(id)->verified) return std::nullopt;
+  }
+  return held->version;
+}
+
+void Versions::Commit(Version version) {
+  if (version == last_) return;  // a catch-up
+  previous_ = last_;
+  previous_content_ = content_;
+  content_.reset();
+  rolled_back_.reset();
+  last_ = version;
+}
+
+void Versions::RollBack(Version version) {
+  undone_.insert(*last_);
+  if (undone_.size() > kRememberedUpdates) undone_.erase(undone_.begin());
+  rolled_back_ = last_;
+  content_ = previous_content();
+  last_ = version;
+  previous_.reset();
+  previous_content_.reset();
+  members_.NoteAllStandings();
+}
+
 void Versions::Install(Member* member, uint64_t digest) {
   member->held = {*last_, incarnation_};
   member->held_digest = digest;
@@ -86,6 +115,11 @@ void Versions::Replace(uint64_t incarnation) {
   incarnation_ = incarnation;
   had_version_ = had_version_ || last_.has_value();
   last_.reset();
+  content_.reset();
+  rolled_back_.reset();
+  previous_.reset();
+  previous_content_.reset();
+  undone_.clear();
 }
 
 // ---- standings ----
@@ -124,6 +158,9 @@ InstanceStanding Versions::StandingOf(const std::string& instance_name) const {
   if (whole && held.has_value() && !OfLineage(instance, *held))
     standing.standing = Standing::kStray;
   if (held.has_value() && held->origin == incarnation_) standing.version = held->version;
+  if (whole && standing.version.has_value() && undone_.contains(*standing.version)) {
+    standing.standing = Standing::kUndone;
+  }
   return standing;
 }
 
@@ -202,6 +239,11 @@ bool Versions::OfLineage(const Instance& instance, const HeldVersion& held) cons
 void Versions::CheckInvariants() const {
   REFITD_CHECK(committed_to_.size() <= static_cast<size_t>(kMaxEngineRanks));
   REFITD_CHECK(replaced_.size() <= kRememberedIncarnations && !replaced_.contains(incarnation_));
+  REFITD_CHECK(undone_.size() <= kRememberedUpdates);
+  REFITD_CHECK(!previous_.has_value() || (last_.has_value() && *previous_ < *last_));
+  REFITD_CHECK(content_.has_value() == rolled_back_.has_value());
+  // What was rolled back is not served again.
+  REFITD_CHECK(!content_.has_value() || (!previous_.has_value() && !undone_.contains(*content_)));
   for (const auto& [rank, installed] : committed_to_) {
     REFITD_CHECK(last_.has_value() && installed.first <= *last_);
   }

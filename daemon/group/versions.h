@@ -27,6 +27,14 @@ class Versions {
 
   uint64_t incarnation() const { return incarnation_; }
   const std::optional<Version>& last() const { return last_; }
+  // If the last version is a rollback: the version whose content it has.
+  const std::optional<Version>& content() const { return content_; }
+  // The version that was committed before the last one; nullopt: none, or the last is a rollback.
+  const std::optional<Version>& previous() const { return previous_; }
+  // The version that the last one has rolled back; nullopt: the last is no rollback.
+  const std::optional<Version>& rolled_back() const { return rolled_back_; }
+  // The version whose content a rollback would bring back; there must be a previous version.
+  Version previous_content() const { return previous_content_.value_or(*previous_); }
   // OK: the version is greater than all that were committed (P3).
   absl::Status CheckGreater(Version wanted) const;
   // Whether all ranks of the instance hold the group's version, of which there must be one.
@@ -40,10 +48,16 @@ class Versions {
   // The rank's daemon has read the memory that the rank registers, and found `content`; 0: it has
   // not read it.
   void CheckContent(Member* member, uint64_t content);
+  // The version of this incarnation that the group itself committed to all ranks of the instance,
+  // into their present layouts; nullopt: none.
+  std::optional<Version> VerifiedOf(const Instance& instance) const;
   // The version is committed, and to that rank, whose memory was read back as `digest`; 0: not all
   // of it was read.
-  void Commit(Version version) { last_ = version; }
+  void Commit(Version version);
   void Install(Member* member, uint64_t digest);
+  // The version is committed: the content of the previous version is served again, and the last
+  // version by no instance any more.
+  void RollBack(Version version);
   // Starts another incarnation: no instance holds a version.
   void Replace(uint64_t incarnation);
 
@@ -73,6 +87,13 @@ class Versions {
   Membership& members_;
   uint64_t incarnation_;
   std::optional<Version> last_;  // committed in this incarnation
+  std::optional<Version> content_;
+  std::optional<Version> rolled_back_;
+  std::optional<Version> previous_;
+  std::optional<Version> previous_content_;  // if the previous version was a rollback
+  // The versions that were rolled back last, of this incarnation: an instance that holds one of
+  // them is not ready, however near the group's version it is. At most kRememberedUpdates.
+  std::set<Version> undone_;
   // A version was committed in an earlier incarnation: a rank brought it, or the group was
   // replaced.
   bool had_version_ = false;

@@ -24,6 +24,7 @@ UpdateView group::ViewOf(const Update& u) {
     view.catch_up = true;
     view.source_instances = u.catch_up->source_instances;
   }
+  view.content = u.content;
   view.left_out = u.catch_up.has_value() ? LeftOut() : u.coverage.FindLeftOut();
   for (const Participant& p : u.participants.all()) {
     view.instances.push_back({p.instance, false, p.reason});
@@ -42,6 +43,10 @@ GroupView Group::View(TimePoint now) const {
   view.state = Name(g.state);
   view.spec = g.members.spec();
   view.version = g.versions.last();
+  view.content = g.versions.content();
+  const bool begun =
+      g.update != nullptr && !g.CatchUpRuns() && g.update->state != UpdateState::kOpening;
+  view.previous = g.rollback.View(now, begun);
   for (const auto& [id, m] : g.members.members()) {
     MemberView& v = view.members.emplace_back();
     v.id = id;

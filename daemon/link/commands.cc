@@ -55,6 +55,7 @@ void Put(const PeerWelcome& v, v1::PeerAnswer* message) {
   v1::PeerWelcome* out = message->mutable_welcome();
   out->set_member(v.member.value());
   if (v.group_version.has_value()) out->set_group_version(v.group_version->value());
+  if (v.content.has_value()) out->set_content_version(v.content->value());
   out->set_trainer_ranks(v.trainer_ranks);
 }
 
@@ -231,6 +232,10 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& message, const Peer
   REFITD_RETURN_IF_ERROR(
       InRange(message.trainer_ranks(), 1, kMaxTrainerRanks, "welcome.trainer_ranks"));
   out.trainer_ranks = message.trainer_ranks();
+  if (message.has_content_version()) {
+    REFITD_ASSIGN_OR_RETURN(out.content,
+                            VersionOf(message.content_version(), "welcome.content_version"));
+  }
   return out;
 }
 
@@ -314,6 +319,10 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::CommitResponse& message) {
   for (const std::string& name : message.left_out()) {
     REFITD_ASSIGN_OR_RETURN(std::string text, TextOf(name, "reply.done.left_out"));
     out.left_out.names.push_back(std::move(text));
+  }
+  if (message.has_content_version()) {
+    REFITD_ASSIGN_OR_RETURN(out.content,
+                            VersionOf(message.content_version(), "reply.done.content_version"));
   }
   return out;
 }

@@ -28,6 +28,9 @@ void Put(const SendFlip& v, Event* event) {
     event->mutable_prepare()->set_update_id(v.update.value());
     event->mutable_prepare()->set_remaining_ms(MillisToProto(v.remaining));
     event->mutable_prepare()->set_flip(true);
+    if (v.content.has_value()) {
+      event->mutable_prepare()->set_content_version(v.content->value());
+    }
   } else {
     REFITD_CHECK(false);  // a trainer has no backs
   }
@@ -40,6 +43,10 @@ absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Prepare& messag
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "prepare.version"));
   REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(message.remaining_ms(), "prepare.remaining_ms"));
   out.update = UpdateId(message.update_id());
+  if (message.has_content_version()) {
+    REFITD_ASSIGN_OR_RETURN(out.content,
+                            VersionOf(message.content_version(), "prepare.content_version"));
+  }
   return out;
 }
 
@@ -51,11 +58,18 @@ void Put(const SendCommitted& v, Event* event) {
   event->mutable_committed()->set_incarnation(v.incarnation);
   event->mutable_committed()->set_owner(v.owner);
   event->mutable_committed()->set_digest(v.digest);
+  if (v.content.has_value()) event->mutable_committed()->set_content_version(v.content->value());
 }
 
 absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Committed& message) {
-  REFITD_ASSIGN_OR_RETURN(const Version version, VersionOf(message.version(), "committed.version"));
-  return SendCommitted{member, version, 0, "", message.digest()};
+  SendCommitted out{.member = member, .version = {}};
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "committed.version"));
+  out.digest = message.digest();
+  if (message.has_content_version()) {
+    REFITD_ASSIGN_OR_RETURN(out.content,
+                            VersionOf(message.content_version(), "committed.content_version"));
+  }
+  return out;
 }
 
 // ---- aborted ----

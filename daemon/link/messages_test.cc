@@ -51,7 +51,8 @@ FIELDS(ReleaseSlotEvent, a, b, c)
 FIELDS(BucketEvent, a, b, c, d, e, f)
 FIELDS(CommitEvent, a, b, c, d, e, f, g, h)
 FIELDS(AbortEvent, a, b, c, d, e, f)
-FIELDS(RefitEvent, a, b, c, d, e, f, g, h, i)
+FIELDS(RefitEvent, a, b, c, d, e, f, g, h, i, j)
+FIELDS(ReleasePreviousEvent, a, b)
 FIELDS(PeerCall, a)
 FIELDS(CallGone, a)
 FIELDS(PeerHeaderAck, a, b, c, d, e)
@@ -63,7 +64,7 @@ FIELDS(PeerWireGranted, a)
 FIELDS(PeerWireWaits, a, b)
 FIELDS(PeerWireWanted, a)
 FIELDS(PeerPong, a)
-FIELDS(PeerWelcome, a, b, c)
+FIELDS(PeerWelcome, a, b, c, d)
 FIELDS(RefuseMember, a, b)
 FIELDS(BeginReply, a, b, c, d)
 FIELDS(LeaseSlotReply, a, b, c)
@@ -71,13 +72,13 @@ FIELDS(BucketReply, a, b)
 FIELDS(InstanceOutcome, a, b, c, d)
 FIELDS(BroadcastTotals, a, b, c)
 FIELDS(LeftOut, a, b, c)
-FIELDS(CommitReply, a, b, c, d, e, f)
+FIELDS(CommitReply, a, b, c, d, e, f, g)
 FIELDS(Reply, a, b, c)
 FIELDS(PeerHeader, a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, r, s, t, u, w, x, y)
 FIELDS(PeerIssue, a, b)
 FIELDS(SendPart, a, b, c, d, e, f)
 FIELDS(SendAborted, a, b, c, d, e)
-FIELDS(SendFlip, a, b, c, d)
+FIELDS(SendFlip, a, b, c, d, e)
 FIELDS(SendDraining, a)
 FIELDS(VerifyUpdate, a, b)
 FIELDS(PlanMember, a, b)
@@ -102,25 +103,33 @@ FIELDS(PeerIncarnation, a)
 FIELDS(PeerOwner, a)
 FIELDS(InstanceStanding, a, b, c)
 FIELDS(PeerReadiness, a, b, c)
-FIELDS(GroupSpec, a, b, c, d, e, f, g, h)
+FIELDS(GroupSpec, a, b, c, d, e, f, g, h, i)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
 // All fields but incarnation and owner, which the member's own daemon sets.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, SendCommitted>
 auto Fields(V& v) {
-  auto& [a, b, incarnation, owner, digest] = v;
+  auto& [a, b, incarnation, owner, digest, content] = v;
   (void)incarnation;
   (void)owner;
-  return std::tie(a, b, digest);
+  return std::tie(a, b, digest, content);
 }
 // All fields but slots_on_devices, which is never true for a joined daemon's ranks.
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, BeginEvent>
 auto Fields(V& v) {
-  auto& [a, b, c, d, e, f, g, h, i, j, slots_on_devices, k, l] = v;
+  auto& [a, b, c, d, e, f, g, h, i, j, slots_on_devices, k, l, m] = v;
   (void)slots_on_devices;
-  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l);
+  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m);
+}
+// All fields but the duration, which the coordinator sets.
+template <typename V>
+requires std::is_same_v<std::remove_const_t<V>, RollbackEvent>
+auto Fields(V& v) {
+  auto& [a, b, c, d, duration] = v;
+  (void)duration;
+  return std::tie(a, b, c, d);
 }
 // All fields but the index, which is made on arrival.
 template <typename V>

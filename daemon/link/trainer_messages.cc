@@ -54,6 +54,7 @@ absl::StatusOr<Event> Opening(const Request& request, Duration longest) {
   REFITD_ASSIGN_OR_RETURN(event.duration, CheckDuration(request.duration_ms(), longest));
   REFITD_ASSIGN_OR_RETURN(event.verification, VerificationFromProto(request.verification()));
   event.evict_late = request.evict_late();
+  event.hold = request.hold();
   REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
   return event;
 }
@@ -66,6 +67,7 @@ void FillOpening(const Event& event, Request* request) {
   request->set_duration_ms(MillisToProto(event.duration));
   if (event.verification.has_value()) request->set_verification(ToProto(*event.verification));
   request->set_evict_late(event.evict_late);
+  request->set_hold(event.hold);
 }
 
 // ---- events to requests, without what only the trainer's daemon reads ----
@@ -118,6 +120,16 @@ void PutEvent(const AbortEvent& event, v1::PeerCall* message) {
   request->set_update_id(event.update.value());
 }
 
+void PutEvent(const RollbackEvent& event, v1::PeerCall* message) {
+  v1::TrainerRollbackRequest* request = message->mutable_rollback();
+  request->set_request_id(event.request_id);
+  if (event.version.has_value()) request->set_version(event.version->value());
+}
+
+void PutEvent(const ReleasePreviousEvent& /*event*/, v1::PeerCall* message) {
+  message->mutable_release_previous();
+}
+
 void PutEvent(const BucketEvent& e, v1::PeerCall* message) {
   v1::PeerBucket* out = message->mutable_bucket();
   out->set_request_id(e.request_id);
@@ -167,6 +179,10 @@ absl::StatusOr<TrainerCall> CallFrom(const v1::PeerCall& message, const PeerBoun
       return CallFrom(EventOf(message.refit(), kMaxPeerDuration));
     case v1::PeerCall::kAbort:
       return CallFrom(EventOf(message.abort()));
+    case v1::PeerCall::kRollback:
+      return CallFrom(EventOf(message.rollback()));
+    case v1::PeerCall::kReleasePrevious:
+      return TrainerCall(EventOf(message.release_previous()));
     case v1::PeerCall::EVENT_NOT_SET:
       break;
   }
@@ -246,6 +262,18 @@ absl::StatusOr<AbortEvent> EventOf(const v1::AbortRequest& request) {
   return event;
 }
 
+absl::StatusOr<RollbackEvent> EventOf(const v1::TrainerRollbackRequest& request) {
+  REFITD_RETURN_IF_ERROR(CheckRequestId(request.request_id()));
+  RollbackEvent event;
+  event.request_id = request.request_id();
+  if (!request.has_version()) return event;
+  REFITD_RETURN_IF_ERROR(CheckVersion(request.version()));
+  event.version = Version(request.version());
+  return event;
+}
+
+ReleasePreviousEvent EventOf(const v1::TrainerReleasePreviousRequest& /*request*/) { return {}; }
+
 void Fill(const BeginReply& reply, v1::BeginResponse* response) {
   response->set_update_id(reply.update.value());
   response->set_remaining_ms(MillisToProto(reply.remaining));
@@ -274,6 +302,7 @@ void Fill(const CommitReply& reply, v1::CommitResponse* response) {
   response->set_left_out_tensors(reply.left_out.tensors);
   response->set_left_out_bytes(reply.left_out.bytes);
   for (const std::string& name : reply.left_out.names) response->add_left_out(name);
+  if (reply.content.has_value()) response->set_content_version(reply.content->value());
   for (const InstanceOutcome& outcome : reply.instances) {
     v1::InstanceResult* result = response->add_instances();
     result->set_instance(outcome.instance);

@@ -29,6 +29,8 @@ absl::StatusOr<LeaseSlotEvent> EventOf(const v1::LeaseSlotRequest& request);
 ReleaseSlotEvent EventOf(const v1::ReleaseSlotRequest& request);
 absl::StatusOr<CommitEvent> EventOf(const v1::CommitRequest& request);
 absl::StatusOr<AbortEvent> EventOf(const v1::AbortRequest& request);
+absl::StatusOr<RollbackEvent> EventOf(const v1::TrainerRollbackRequest& request);
+ReleasePreviousEvent EventOf(const v1::TrainerReleasePreviousRequest& request);
 absl::Status CheckRequestId(const std::string& id);
 
 // ---- calls between daemons ----

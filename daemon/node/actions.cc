@@ -107,6 +107,8 @@ void Count(const DaemonState& state, const GroupRecord& group, const UpdateEnded
   report.flip = ended.flip;
   report.total = ended.total;
   report.bytes = ended.bytes;
+  report.rollback = ended.rollback;
+  report.flip_backs = ended.flip_backs;
   for (const BroadcastTotals& totals : ended.pushed) {
     // kAuto, the first value, is left out: the used method is always known.
     const size_t at = static_cast<size_t>(totals.method) - 1;

@@ -56,6 +56,10 @@ TEST_CASE("a bad field of a spec is named with its value (P10)") {
   CHECK_THAT(refused([](auto* w) { w->max_lag = -1; }),
              Contains("spec.max_lag: -1 is not in 0..1000000000"));
   CHECK_THAT(refused([](auto* w) { w->max_lag = 1'000'000'001; }), Contains("spec.max_lag"));
+  CHECK_THAT(refused([](auto* w) { w->hold_previous_seconds = -1; }),
+             Contains("spec.hold_previous_seconds: -1 is not in 0..604800"));
+  CHECK_THAT(refused([](auto* w) { w->hold_previous_seconds = 604'801; }),
+             Contains("spec.hold_previous_seconds"));
   CHECK_THAT(refused([](auto* w) { w->unwanted_tensors = {""}; }),
              Contains("spec.unwanted_tensors: a name is empty"));
   const auto many = [](std::vector<std::string>* names) {

@@ -39,6 +39,13 @@ std::optional<AuditEvent> AuditOf(const GroupEvent& event) {
   if (const auto* abort = std::get_if<AbortEvent>(&event)) {
     return fill(AuditWhat::kAbort, "refitd.v1.Trainer/Abort", *abort);
   }
+  if (const auto* rollback = std::get_if<RollbackEvent>(&event)) {
+    line.what = AuditWhat::kRollback;
+    line.rpc = "refitd.v1.Trainer/Rollback";
+    if (rollback->version.has_value()) line.version = rollback->version->value();
+    line.request_id = rollback->request_id;
+    return line;
+  }
   return std::nullopt;
 }
 
@@ -143,14 +150,16 @@ ReplyFunction Audited(const DaemonState& state, const std::string& group, const 
 }
 
 void AuditUpdate(const DaemonState& state, const GroupRecord& group, const UpdateEnded& ended) {
+  // Who asked for a rollback has a line of its own, from the daemon that was asked.
+  const GroupRecord::Opener opener = ended.rollback ? GroupRecord::Opener() : group.opener;
   Audit(state, {.what = AuditWhat::kUpdate,
-                .identity = group.opener.identity,
-                .pid = group.opener.pid,
+                .identity = opener.identity,
+                .pid = opener.pid,
                 .group = group.name(),
                 .version = ended.version.value(),
                 .outcome = ended.outcome == Outcome::kCommitted ? "committed" : "aborted",
                 .reason = ended.reason,
-                .request_id = group.opener.request_id});
+                .request_id = opener.request_id});
 }
 
 void AuditEviction(const DaemonState& state, const GroupRecord& group, const LogLine& line) {

@@ -315,7 +315,8 @@ void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member) {
                                  .message_bytes = state.options.message_bytes,
                                  .slot_bytes = group->machine->spec().slot_bytes,
                                  .slots = group->machine->spec().slots,
-                                 .version = group->machine->version()});
+                                 .version = group->machine->version(),
+                                 .content = group->machine->content()});
 }
 
 // ---- leases ----

@@ -150,8 +150,7 @@ absl::Status Operators::DeleteGroup(const std::string& name) {
   return absl::OkStatus();
 }
 
-void Operators::AbortUpdate(CallId call, const std::string& group, std::string reason,
-                            ReplyFunction reply) {
+void Operators::Ask(CallId call, const std::string& group, GroupEvent event, ReplyFunction reply) {
   StateLock lock(&state_.mutex);
   if (state_.groups.Find(group) == nullptr) {
     lock.Answer(
@@ -159,7 +158,7 @@ void Operators::AbortUpdate(CallId call, const std::string& group, std::string r
     return;
   }
   state_.calls.Add(call, {group, std::move(reply)});
-  lock.Handle(group, OperatorAbort{call, std::move(reason)});
+  lock.Handle(group, std::move(event));
 }
 
 // ---- what there is to see ----

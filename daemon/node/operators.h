@@ -76,7 +76,8 @@ class Operators {
   absl::StatusOr<Created> CreateGroup(const std::string& name, const GroupSpec& spec, bool replace,
                                       const std::string& request_id, const std::string& identity);
   absl::Status DeleteGroup(const std::string& name);
-  void AbortUpdate(CallId call, const std::string& group, std::string reason, ReplyFunction reply);
+  // Hands an operator's event, which has the same call, to the group, which answers.
+  void Ask(CallId call, const std::string& group, GroupEvent event, ReplyFunction reply);
 
   struct DrainedGroups {
     std::vector<std::string> drained;

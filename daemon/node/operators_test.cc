@@ -77,8 +77,8 @@ TEST_CASE("a running update is aborted with the operator's reason (P2)") {
   const Attached engine = parts.AttachEngine("g", "i", Spec());
   const auto abort = [&](const std::string& group) {
     Answer answer;
-    parts.operators().AbortUpdate(parts.daemon().NewCall(), group, "it takes too long",
-                                  answer.function());
+    const CallId call = parts.daemon().NewCall();
+    parts.operators().Ask(call, group, OperatorAbort{call, "it takes too long"}, answer.function());
     return answer.status();
   };
   CHECK(abort("h").code() == absl::StatusCode::kNotFound);

@@ -45,6 +45,7 @@ struct WelcomeNews {
   int64_t slot_bytes = 0;
   int slots = 0;
   std::optional<Version> version;  // of the group; none: no update has committed
+  std::optional<Version> content;  // if it is a rollback: the version whose content it has
 };
 // A loader engine rank may read a part.
 struct PartNews {

@@ -15,6 +15,7 @@ enum class AuditWhat : uint8_t {
   kBegin,         // a trainer rank's call, with its answer
   kCommit,        // a trainer rank's call (Commit or Refit), with its answer
   kAbort,         // a trainer rank's or an operator's call, with its answer
+  kRollback,      // a trainer rank's or an operator's call, with its answer
   kUpdate,        // an update ended: committed or aborted
   kEvict,         // an update goes on without an instance
   kCreate,        // an operator's CreateGroup
@@ -37,6 +38,8 @@ constexpr std::string_view AuditName(AuditWhat what) {
       return "commit";
     case AuditWhat::kAbort:
       return "abort";
+    case AuditWhat::kRollback:
+      return "rollback";
     case AuditWhat::kUpdate:
       return "update";
     case AuditWhat::kEvict:

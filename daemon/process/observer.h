@@ -47,6 +47,8 @@ struct UpdateReport {
   Duration flip{};          // from there to the outcome, with shadowed instances
   Duration total{};         // Begin to the outcome
   int64_t bytes = 0;        // tensor data handed over
+  bool rollback = false;    // it was a rollback
+  int flip_backs = 0;       // instances that had to flip, and were told to flip back
   std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of `bytes`, by kPushMethods
 };
 

@@ -29,6 +29,8 @@ Command AddStatus(CommandApp app, const GlobalOptions& global);
 Command AddGroups(CommandApp app, const GlobalOptions& global);
 Command AddGroup(CommandApp app, const GlobalOptions& global);
 Command AddAbort(CommandApp app, const GlobalOptions& global);
+Command AddRollback(CommandApp app, const GlobalOptions& global);
+Command AddRelease(CommandApp app, const GlobalOptions& global);
 Command AddDrain(CommandApp app, const GlobalOptions& global);
 Command AddMembers(CommandApp app, const GlobalOptions& global);
 Command AddNodes(CommandApp app, const GlobalOptions& global);

@@ -1,4 +1,5 @@
-// `group replace`, `group delete`, `abort` and `drain`: what an operator changes in a group.
+// `group replace`, `group delete`, `abort`, `rollback`, `release` and `drain`: what an operator
+// changes in a group.
 #include <chrono>
 #include <memory>
 #include <string>
@@ -48,6 +49,39 @@ int Abort(const GlobalOptions& global, const GroupOptions& options) {
   if (!aborted.ok()) return Fail(aborted.status());
   Print(global.json ? ToJson(*aborted, /*pretty=*/true)
                     : fmt::format("group {}: the update was aborted\n", options.group));
+  return kExitOk;
+}
+
+struct RollbackOptions {
+  std::string group;
+  int64_t version = -1;  // -1: whichever the group has
+};
+
+int Rollback(const GlobalOptions& global, const RollbackOptions& options) {
+  v1::RollbackRequest request;
+  request.set_group(options.group);
+  if (options.version >= 0) request.set_version(options.version);
+  const auto done = OperatorClient(global).Rollback(request);
+  if (!done.ok()) return Fail(done.status());
+  if (global.json) {
+    Print(ToJson(*done, /*pretty=*/true));
+    return kExitOk;
+  }
+  std::string text = fmt::format("group {}: version {} has the content of version {}\n",
+                                 options.group, done->version(), done->content_version());
+  for (const v1::InstanceResult& instance : done->instances()) {
+    if (instance.committed()) continue;
+    text += fmt::format("  {}: {}\n", instance.instance(), instance.reason());
+  }
+  Print(text);
+  return kExitOk;
+}
+
+int Release(const GlobalOptions& global, const std::string& name) {
+  const auto released = OperatorClient(global).ReleasePrevious(name);
+  if (!released.ok()) return Fail(released.status());
+  Print(global.json ? ToJson(*released, /*pretty=*/true)
+                    : fmt::format("group {}: the next update may be staged\n", name));
   return kExitOk;
 }
 
@@ -131,6 +165,24 @@ Command AddAbort(CommandApp app, const GlobalOptions& global) {
   sub.Add("GROUP", &options->group, "The group").Required();
   sub.Add("--reason", &options->reason, "The reason that members and the log get");
   return {sub, [&global, options] { return Abort(global, *options); }};
+}
+
+Command AddRollback(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
+      "rollback", "Serve the version before again, in engines that still hold it", kChange);
+  auto options = std::make_shared<RollbackOptions>();
+  sub.Add("GROUP", &options->group, "The group").Required();
+  sub.Add("--version", &options->version,
+          "The version that is rolled back; refused if the group has another");
+  return {sub, [&global, options] { return Rollback(global, *options); }};
+}
+
+Command AddRelease(CommandApp app, const GlobalOptions& global) {
+  CommandApp sub = app.AddCommand(
+      "release", "Let the next update be staged, though the version before is held", kChange);
+  auto options = std::make_shared<GroupOptions>();
+  sub.Add("GROUP", &options->group, "The group").Required();
+  return {sub, [&global, options] { return Release(global, options->group); }};
 }
 
 }  // namespace refitd::refitctl

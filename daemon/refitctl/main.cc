@@ -36,13 +36,13 @@ int Run(int argc, char** argv) {
       .FromEnvironment("REFITD_INSECURE");
 
   const std::vector<Command> commands = {
-      AddStatus(app, global),  AddGroups(app, global),   AddMembers(app, global),
-      AddNodes(app, global),   AddBuckets(app, global),  AddWatch(app, global),
-      AddTop(app, global),     AddTrace(app, global),    AddSupportBundle(app, global),
-      AddReady(app, global),   AddGroup(app, global),    AddAbort(app, global),
-      AddDrain(app, global),   AddSmoke(app, global),    AddPush(app, global),
-      AddEngine(app, global),  AddValidate(app, global), AddCan(app, global),
-      AddCompletion(app, line)};
+      AddStatus(app, global),   AddGroups(app, global),  AddMembers(app, global),
+      AddNodes(app, global),    AddBuckets(app, global), AddWatch(app, global),
+      AddTop(app, global),      AddTrace(app, global),   AddSupportBundle(app, global),
+      AddReady(app, global),    AddGroup(app, global),   AddAbort(app, global),
+      AddRollback(app, global), AddRelease(app, global), AddDrain(app, global),
+      AddSmoke(app, global),    AddPush(app, global),    AddEngine(app, global),
+      AddValidate(app, global), AddCan(app, global),     AddCompletion(app, line)};
   std::string wrong;
   switch (line.Parse(argc, argv, &wrong)) {
     case CommandLine::Outcome::kHelped:

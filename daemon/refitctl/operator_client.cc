@@ -135,6 +135,18 @@ absl::StatusOr<v1::AbortUpdateResponse> OperatorClient::AbortUpdate(
   return Call(&v1::Operator::Stub::AbortUpdate, request, false);
 }
 
+absl::StatusOr<v1::RollbackResponse> OperatorClient::Rollback(
+    const v1::RollbackRequest& request) const {
+  return Call(&v1::Operator::Stub::Rollback, request, false);
+}
+
+absl::StatusOr<v1::ReleasePreviousResponse> OperatorClient::ReleasePrevious(
+    const std::string& group) const {
+  v1::ReleasePreviousRequest request;
+  request.set_group(group);
+  return Call(&v1::Operator::Stub::ReleasePrevious, request, false);
+}
+
 absl::StatusOr<v1::CheckAccessResponse> OperatorClient::CheckAccess(
     const v1::CheckAccessRequest& request) const {
   return Call(&v1::Operator::Stub::CheckAccess, request, false);

@@ -52,6 +52,8 @@ class OperatorClient {
   absl::StatusOr<v1::DeleteGroupResponse> DeleteGroup(const std::string& group) const;
   absl::StatusOr<v1::AbortUpdateResponse> AbortUpdate(const std::string& group,
                                                       const std::string& reason) const;
+  absl::StatusOr<v1::RollbackResponse> Rollback(const v1::RollbackRequest& request) const;
+  absl::StatusOr<v1::ReleasePreviousResponse> ReleasePrevious(const std::string& group) const;
 
   absl::StatusOr<v1::DrainResponse> Drain(const std::string& group) const;
   absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;

@@ -96,6 +96,16 @@ std::string RenderGroupNodes(const v1::GroupStatus& group) {
   return table.ToString();
 }
 
+std::string RenderPrevious(const v1::PreviousStatus& previous) {
+  std::string text = fmt::format(
+      "  version before: {}, {}", previous.version(),
+      previous.refused().empty() ? "`refitctl rollback` serves it again" : previous.refused());
+  if (!previous.held()) return text + "\n";
+  const double seconds = static_cast<double>(previous.held_ms()) / 1000;
+  return text + (previous.has_held_ms() ? fmt::format("; held for {}\n", HumanSeconds(seconds))
+                                        : "; held until it is released\n");
+}
+
 std::string RenderGroupDetail(const v1::GroupStatus& group) {
   std::string text = fmt::format("\ngroup {}\n", group.name());
   if (group.spec().encrypted_data()) {
@@ -112,6 +122,11 @@ std::string RenderGroupDetail(const v1::GroupStatus& group) {
         "  {} leads to {} now: `refitctl drain` lets this daemon's members come there\n",
         group.coordinator_moved().name(), fmt::join(group.coordinator_moved().addresses(), ", "));
   }
+  if (group.has_content_version()) {
+    text += fmt::format("  version {} has the content of version {}\n", group.version(),
+                        group.content_version());
+  }
+  if (group.has_previous()) text += RenderPrevious(group.previous());
   if (group.instances_size() > 0) text += RenderInstances(group);
   if (group.slots_size() > 0) text += RenderSlots(group);
   if (group.has_update() && group.update().update_id() != 0) {
@@ -154,7 +169,10 @@ std::string Outcomes(const v1::UpdateStatus& update) {
 
 // "policy v8": the group and the version; of a catch-up "policy v8 catch-up from a, b".
 std::string LabelOf(const v1::UpdateStatus& update) {
-  const std::string label = fmt::format("{} v{}", update.group(), update.version());
+  std::string label = fmt::format("{} v{}", update.group(), update.version());
+  if (update.has_content_version()) {
+    label += fmt::format(" rollback to v{}", update.content_version());
+  }
   if (!update.catch_up()) return label;
   return fmt::format("{} catch-up from {}", label,
                      update.source_instances().empty()

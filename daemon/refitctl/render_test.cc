@@ -66,6 +66,30 @@ TEST_CASE(
   CHECK_THAT(text, Contains("last catch-up: policy v5 catch-up from vllm-0, vllm-1 committed"));
 }
 
+TEST_CASE("the version before is shown, with what is in the way of a rollback") {
+  v1::GetStatusResponse status;
+  auto* group = status.add_groups();
+  group->set_name("policy");
+  group->set_version(5);
+  group->set_content_version(3);
+  v1::UpdateStatus rollback = Update(9, 5, 0, 1);
+  rollback.set_content_version(3);
+  *group->mutable_update() = Ended(rollback, true);
+  std::string text = RenderStatus(status);
+  CHECK_THAT(text, Contains("version 5 has the content of version 3"));
+  CHECK_THAT(text, Contains("policy v5 rollback to v3 committed"));
+  auto* previous = group->mutable_previous();
+  previous->set_version(4);
+  CHECK_THAT(RenderStatus(status),
+             Contains("version before: 4, `refitctl rollback` serves it again\n"));
+  previous->set_held(true);
+  CHECK_THAT(RenderStatus(status), Contains("; held until it is released\n"));
+  previous->set_held_ms(1500);
+  previous->set_refused("instance p is behind");
+  CHECK_THAT(RenderStatus(status),
+             Contains("version before: 4, instance p is behind; held for 1.50 s\n"));
+}
+
 TEST_CASE("the status page shows groups, instances, slots and the running update") {
   v1::GetStatusResponse status;
   status.set_daemon_version("1.2.3");

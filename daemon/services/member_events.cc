@@ -27,6 +27,7 @@ void Fill(const WelcomeNews& news, v1::Welcome* welcome) {
   welcome->set_slot_bytes(news.slot_bytes);
   welcome->set_slots(news.slots);
   if (news.version.has_value()) welcome->set_group_version(news.version->value());
+  if (news.content.has_value()) welcome->set_content_version(news.content->value());
   welcome->set_daemon_version(std::string(kVersion));
 }
 

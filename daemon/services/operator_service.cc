@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <string>
 #include <utility>
@@ -116,8 +117,41 @@ class OperatorService final : public v1::Operator::CallbackService {
         [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
           const absl::Status line = CheckLine(request->reason(), kMaxReasonBytes, "reason");
           if (!line.ok()) return reply(line, EmptyReply{});
-          daemon_->operators().AbortUpdate(call, request->group(), request->reason(),
-                                           std::move(reply));
+          daemon_->operators().Ask(call, request->group(), OperatorAbort{call, request->reason()},
+                                   std::move(reply));
+        },
+        [](const ReplyPayload&) {});
+  }
+
+  grpc::ServerUnaryReactor* Rollback(grpc::CallbackServerContext* context,
+                                     const v1::RollbackRequest* request,
+                                     v1::RollbackResponse* response) noexcept override {
+    return AnswerLater(
+        daemon_, *authorizer_, context, {Rpc::kOperatorRollback, request->group()},
+        [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
+          RollbackEvent event{.call = call, .member = {}, .request_id = ""};
+          if (request->has_version()) event.version = Version(request->version());
+          daemon_->operators().Ask(call, request->group(), event, std::move(reply));
+        },
+        [response](const ReplyPayload& payload) {
+          const auto& done = PayloadAs<CommitReply>(payload);
+          response->set_version(done.version.value());
+          response->set_content_version(done.content.value_or(done.version).value());
+          response->set_seconds(std::chrono::duration<double>(done.elapsed).count());
+          for (const InstanceOutcome& outcome : done.instances) {
+            *response->add_instances() = ToProto(outcome);
+          }
+        });
+  }
+
+  grpc::ServerUnaryReactor* ReleasePrevious(
+      grpc::CallbackServerContext* context, const v1::ReleasePreviousRequest* request,
+      v1::ReleasePreviousResponse* /*response*/) noexcept override {
+    return AnswerLater(
+        daemon_, *authorizer_, context, {Rpc::kOperatorReleasePrevious, request->group()},
+        [&](CallId call, const Peer& /*peer*/, ReplyFunction reply) {
+          daemon_->operators().Ask(call, request->group(), ReleasePreviousEvent{call, {}},
+                                   std::move(reply));
         },
         [](const ReplyPayload&) {});
   }
@@ -212,7 +246,8 @@ class OperatorService final : public v1::Operator::CallbackService {
 };
 
 static_assert(AreNoexcept(&OperatorService::CreateGroup, &OperatorService::DeleteGroup,
-                          &OperatorService::AbortUpdate, &OperatorService::Drain,
+                          &OperatorService::AbortUpdate, &OperatorService::Rollback,
+                          &OperatorService::ReleasePrevious, &OperatorService::Drain,
                           &OperatorService::GetStatus, &OperatorService::ListGroups,
                           &OperatorService::GetGroup, &OperatorService::ListMembers,
                           &OperatorService::GetUpdateStatistics, &OperatorService::CheckAccess,

@@ -73,6 +73,13 @@ void Show(const InstanceView& instance, v1::InstanceStatus* status) {
   status->set_catch_up(instance.catch_up);
 }
 
+void Show(const PreviousView& previous, v1::PreviousStatus* status) {
+  status->set_version(previous.version.value());
+  status->set_refused(previous.refused);
+  status->set_held(previous.held);
+  if (previous.held_for.has_value()) status->set_held_ms(ToMillis(*previous.held_for));
+}
+
 void Show(const NodeView& node, v1::NodeStatus* status) {
   status->set_daemon_id(node.daemon_id);
   status->set_address(node.address);
@@ -103,6 +110,8 @@ v1::GroupStatus ToProto(const GroupDetails& details) {
   status.set_state(std::string(view.state));
   *status.mutable_spec() = SpecToProto(view.spec, /*lists=*/false);
   if (view.version.has_value()) status.set_version(view.version->value());
+  if (view.content.has_value()) status.set_content_version(view.content->value());
+  if (view.previous.has_value()) Show(*view.previous, status.mutable_previous());
   for (const MemberView& member : view.members) {
     if (!member.engine) status.set_trainers(status.trainers() + 1);
   }
@@ -198,6 +207,7 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   status.set_buckets(update.buckets);
   status.set_note(update.note);
   status.set_catch_up(update.catch_up);
+  if (update.content.has_value()) status.set_content_version(update.content->value());
   for (const std::string& source_instance : update.source_instances)
     status.add_source_instances(source_instance);
   status.set_left_out_tensors(update.left_out.tensors);

@@ -101,6 +101,21 @@ class TrainerService final : public MemberService<v1::Trainer::CallbackService, 
         });
   }
 
+  grpc::ServerUnaryReactor* Rollback(grpc::CallbackServerContext* context,
+                                     const v1::TrainerRollbackRequest* request,
+                                     v1::CommitResponse* response) noexcept override {
+    return Hand<CommitReply>(
+        context, Rpc::kTrainerRollback, *request, [&] { return EventOf(*request); },
+        [response](const CommitReply& done) { Fill(done, response); });
+  }
+
+  grpc::ServerUnaryReactor* ReleasePrevious(
+      grpc::CallbackServerContext* context, const v1::TrainerReleasePreviousRequest* request,
+      v1::TrainerReleasePreviousResponse* /*response*/) noexcept override {
+    return Hand<EmptyReply>(context, Rpc::kTrainerReleasePrevious, *request,
+                            [&] { return EventOf(*request); });
+  }
+
   grpc::ServerUnaryReactor* GetUpdate(grpc::CallbackServerContext* context,
                                       const v1::GetUpdateRequest* request,
                                       v1::GetUpdateResponse* response) noexcept override {
@@ -135,6 +150,7 @@ static_assert(AreNoexcept(&TrainerService::Attach, &TrainerService::RegisterLayo
                           &TrainerService::Begin, &TrainerService::LeaseSlot,
                           &TrainerService::ReleaseSlot, &TrainerService::PushBucket,
                           &TrainerService::Commit, &TrainerService::Abort, &TrainerService::Refit,
+                          &TrainerService::Rollback, &TrainerService::ReleasePrevious,
                           &TrainerService::GetUpdate));
 
 }  // namespace

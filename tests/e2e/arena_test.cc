@@ -236,6 +236,108 @@ TEST_CASE("an arena goes from engine to engine with the weights in it") {
   }
 }
 
+// Rolls back, and waits until every rank serves that.
+void RolledBack(Fixture* f, int64_t version, int64_t content) {
+  const auto done = f->pusher.trainer().Rollback();
+  INFO(done.status());
+  REQUIRE(done.ok());
+  CHECK(done->version == Version(version));
+  CHECK(done->content == Version(content));
+  for (Rank* rank : f->ranks()) {
+    Committed(rank, version);
+    CHECK(rank->seen().content == Version(content));
+  }
+}
+
+TEST_CASE("a rollback serves the version before again, byte for byte, time after time") {
+  Fixture f;
+  const char* const memory = f.a.memory();
+  f.Installed(1);
+  f.Installed(2);
+  RolledBack(&f, 3, 1);
+  f.Installed(4);
+  RolledBack(&f, 5, 1);
+  f.Installed(6);
+  f.Installed(7);
+  RolledBack(&f, 8, 6);
+  CHECK(f.pusher.trainer().group_version() == Version(8));
+  // What was rolled back is gone, and so are backs that an update has begun to write.
+  CHECK(absl::IsFailedPrecondition(f.pusher.trainer().Rollback().status()));
+  f.Installed(9);
+  const absl::Status given_up = f.pusher.Install(10, [&](Pusher::Step step) {
+    if (step == Pusher::kFirstBucket) (void)f.pusher.trainer().Abort(Version(10), "no");
+  });
+  CHECK_FALSE(given_up.ok());
+  REQUIRE(Eventually([&] {
+    const absl::Status refused = f.pusher.trainer().Rollback().status();
+    return absl::IsFailedPrecondition(refused) &&
+           refused.message().find("no instance holds version 8") != std::string_view::npos;
+  }));
+  f.Installed(11);
+  f.Installed(12);
+  RolledBack(&f, 13, 11);
+  CHECK(f.a.memory() == memory);
+}
+
+TEST_CASE("an operator rolls back, and in-place engines are filled from those that flipped") {
+  const Model model = MixedModel();
+  Daemon daemon;
+  Pusher pusher(WithSpec(ConnectTo(daemon), 2), model);
+  Rank a(Shadowed(ConnectTo(daemon), "a"), model, HoldWhole(model), ArenaFor(HoldWhole(model)));
+  Rank p(ConnectTo(daemon), "p", client::Delivery::kInPlace, model);
+  REQUIRE(pusher.Install(1).ok());
+  REQUIRE(pusher.Install(2).ok());
+  v1::RollbackRequest request;
+  request.set_group("g");
+  request.set_version(2);
+  const auto done = daemon.Call(&v1::Operator::Stub::Rollback, request);
+  INFO(done.status.error_message());
+  REQUIRE(done.status.ok());
+  CHECK(done.response.version() == 3);
+  CHECK(done.response.content_version() == 1);
+  Committed(&a, 3);
+  Committed(&p, 3);  // by a catch-up
+  CHECK(p.seen().content == Version(1));
+  v1::GetGroupRequest ask;
+  ask.set_group("g");
+  const auto group = daemon.Call(&v1::Operator::Stub::GetGroup, ask);
+  REQUIRE(group.status.ok());
+  CHECK(group.response.group().version() == 3);
+  CHECK(group.response.group().content_version() == 1);
+  CHECK_FALSE(group.response.group().has_previous());
+  // The same call again, as after an answer that was lost.
+  const auto again = daemon.Call(&v1::Operator::Stub::Rollback, request);
+  REQUIRE(again.status.ok());
+  CHECK(again.response.version() == 3);
+}
+
+TEST_CASE("a registration makes the backs copies: such a rank does not roll back") {
+  Fixture f;
+  f.Installed(1);
+  f.Installed(2);
+  REQUIRE(f.a.engine().Register(f.a.layout()).ok());
+  // "a" is filled from "b".
+  Committed(&f.a, 2);
+  RolledBack(&f, 3, 1);
+}
+
+TEST_CASE("the version before is held until it is released") {
+  const Model model = MixedModel();
+  Daemon daemon;
+  client::ConnectOptions connect = WithSpec(ConnectTo(daemon), 1);
+  connect.spec->hold_previous_seconds = 600;
+  Pusher pusher(connect, model);
+  Rank a(Shadowed(ConnectTo(daemon), "a"), model, HoldWhole(model), ArenaFor(HoldWhole(model)));
+  REQUIRE(pusher.Install(1).ok());
+  REQUIRE(pusher.Install(2).ok());
+  const auto late = pusher.trainer().Begin({.version = Version(3), .duration = milliseconds(300)});
+  CHECK(absl::IsDeadlineExceeded(late.status()));
+  CHECK_THAT(std::string(late.status().message()), Catch::Contains("version 1, which is held for"));
+  REQUIRE(pusher.trainer().ReleasePrevious().ok());
+  REQUIRE(pusher.Install(3).ok());
+  Committed(&a, 3);
+}
+
 TEST_CASE("layouts with backs that can't be are refused by name") {
   const Model model = PlainModel(1, 4, 8);
   Daemon daemon;

@@ -107,7 +107,8 @@ class Rank {
     int reattached = 0;
     std::optional<Version> held;  // the version that it reported to the last daemon
     std::optional<Version> committed;
-    std::string reason;  // the reason of the last loss
+    std::optional<Version> content;  // of the last commit, if it was a rollback
+    std::string reason;              // the reason of the last loss
     int aborts = 0;
     client::Aborted aborted;  // the last abort
     absl::Status ended;
@@ -178,6 +179,11 @@ class Rank {
   }
   absl::Status On(const client::Committed& committed) {
     joiner_.Reset();
+    {
+      MutexLock lock(&mutex_);
+      contents_[committed.version] = committed.content.value_or(committed.version);
+      seen_.content = committed.content;
+    }
     CheckClean();
     MutexLock lock(&mutex_);
     seen_.committed = committed.version;
@@ -218,7 +224,7 @@ class Rank {
     const std::optional<Version> version =
         weights == Weights::kPaused ? seen().committed : engine_->version();
     std::vector<std::string> bytes;
-    if (version) bytes = BytesOf(model_, version->value());
+    if (version) bytes = BytesOf(model_, ContentOf(*version).value());
     if (delivery_ == client::Delivery::kLoader) {
       for (size_t i = 0; i < bytes.size(); ++i) {
         if (loaded_[model_[i].name] != bytes[i]) Wrong("loader " + model_[i].name);
@@ -229,6 +235,12 @@ class Rank {
     if (version) image = ExpectedImage(std::move(image), held_.layout, model_, bytes);
     const std::string difference = Difference(image, region_->data(), held_.layout);
     if (!difference.empty()) Wrong(fmt::format("good, but torn: {}", difference));
+  }
+  // The version whose bytes are those of `version`.
+  Version ContentOf(Version version) {
+    MutexLock lock(&mutex_);
+    const auto known = contents_.find(version);
+    return known == contents_.end() ? version : known->second;
   }
   void Wrong(const std::string& what) {
     MutexLock lock(&mutex_);
@@ -251,6 +263,7 @@ class Rank {
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   Flips flips_ ABSL_GUARDED_BY(mutex_) = Flips::kWell;
   Seen seen_ ABSL_GUARDED_BY(mutex_);
+  std::map<Version, Version> contents_ ABSL_GUARDED_BY(mutex_);  // by version committed
   std::thread thread_;
 };
 

@@ -786,6 +786,14 @@ TEST_CASE("a joined daemon answers for updates it took part in and sends operato
   abort.set_group("g");
   CheckRefused(b.Call(&v1::Operator::Stub::AbortUpdate, abort).status,
                StatusCode::FAILED_PRECONDITION, {a.address()});
+  v1::RollbackRequest rollback;
+  rollback.set_group("g");
+  CheckRefused(b.Call(&v1::Operator::Stub::Rollback, rollback).status,
+               StatusCode::FAILED_PRECONDITION, {a.address()});
+  v1::ReleasePreviousRequest release;
+  release.set_group("g");
+  CheckRefused(b.Call(&v1::Operator::Stub::ReleasePrevious, release).status,
+               StatusCode::FAILED_PRECONDITION, {a.address()});
   v1::CreateGroupRequest create;
   create.set_group("g");
   *create.mutable_spec() = spec;

@@ -247,6 +247,9 @@ class World {
       case Step::kAbortUpdate:
         AbortUpdate(step);
         break;
+      case Step::kRollGroupBack:
+        RollGroupBack(step);
+        break;
       case Step::kWatch:
         Watch(step);
         break;
@@ -329,8 +332,20 @@ class World {
 
   void AbortUpdate(const Step& step) {
     if (members_.empty()) return;
-    daemon_->operators().AbortUpdate(daemon_->NewCall(), step.abort_update().group(),
-                                     step.abort_update().reason(), ReplyTo(NewCall(0, 0, "")));
+    const CallId call = daemon_->NewCall();
+    daemon_->operators().Ask(call, step.abort_update().group(),
+                             OperatorAbort{call, step.abort_update().reason()},
+                             ReplyTo(NewCall(0, 0, "")));
+  }
+
+  void RollGroupBack(const Step& step) {
+    if (members_.empty()) return;
+    RollbackEvent event{.call = daemon_->NewCall(), .member = {}, .request_id = ""};
+    if (step.roll_group_back().has_version()) {
+      event.version = Version(step.roll_group_back().version());
+    }
+    daemon_->operators().Ask(event.call, step.roll_group_back().group(), event,
+                             ReplyTo(NewCall(0, 0, "")));
   }
 
   void Watch(const Step& step) {
@@ -503,6 +518,18 @@ class World {
         const auto request = WithLease(step, member, step.abort());
         Call* call = NewCall(actor, request.version(), request.request_id());
         daemon_->calls().Call(id, CallerOf(request.lease(), peer), EventOf(request), ReplyTo(call));
+        break;
+      }
+      case Step::kRollback: {
+        const auto request = WithLease(step, member, step.rollback());
+        Call* call = NewCall(actor, 0, request.request_id());
+        daemon_->calls().Call(id, CallerOf(request.lease(), peer), EventOf(request), ReplyTo(call));
+        break;
+      }
+      case Step::kReleasePrevious: {
+        const auto request = WithLease(step, member, v1::TrainerReleasePreviousRequest());
+        daemon_->calls().Call(id, CallerOf(request.lease(), peer), EventOf(request),
+                              ReplyTo(NewCall(actor, 0, "")));
         break;
       }
       case Step::kReady: {

@@ -75,6 +75,8 @@ void CheckAnswer(Reply reply) {
   call(CommitEvent(), CommitReply());
   call(RefitEvent(), CommitReply());
   call(AbortEvent(), EmptyReply());
+  call(RollbackEvent(), CommitReply());
+  call(ReleasePreviousEvent(), EmptyReply());
   LayoutRegistered layout;
   layout.layout = std::make_shared<Layout>();
   call(std::move(layout), EmptyReply());

@@ -444,6 +444,16 @@ class RefitctlTest(unittest.TestCase):
         watch.finish(FAILED)
         self.refitctl("abort", "by-hand", code=FAILED)
 
+    def test_a_rollback_is_refused_by_name_where_no_engine_has_the_version_before(self):
+        engine = Engine(self, "back", "replica", self.checkpoint(1), "--versions", "2")
+        for version in (1, 2):
+            self.refitctl("push", self.checkpoint(1), "--group", "back", "--version", str(version), "--create")
+        self.assertIn("no instance holds version 1 any more beside version 2", self.refitctl("rollback", "back", code=FAILED))
+        self.assertIn("version: 7, and the group's is 2", self.refitctl("rollback", "back", "--version", "7", code=FAILED))
+        self.assertEqual(self.refitctl("release", "back"), "group back: the next update may be staged\n")
+        self.refitctl("rollback", "nowhere", code=FAILED)
+        engine.finish(OK)
+
     def test_can_asks_the_running_daemon_and_says_which_rule_decided(self):
         me = "uid:%d" % os.getuid()
         asked = ("can", "--do", "operator-write", "--group", "any")

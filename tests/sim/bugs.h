@@ -18,7 +18,7 @@ struct Planted {
   uint64_t first = 0;         // the first of them
 };
 
-inline constexpr std::array<Planted, 36> kPlanted = {{
+inline constexpr std::array<Planted, 39> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenUnknown, "forgotten-unknown", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -56,6 +56,9 @@ inline constexpr std::array<Planted, 36> kPlanted = {{
     {Bug::kStaleSide, "stale-side", "P1 P2", 500},
     {Bug::kKeptSide, "kept-side", "P1 P2", 1000},
     {Bug::kNoWayBack, "no-way-back", "P2", 2000},
+    {Bug::kWrittenSide, "written-side", "P1 P2", 500},
+    {Bug::kIgnoredHold, "ignored-hold", "HOLD", 500},
+    {Bug::kWrongContent, "wrong-content", "P11", 500},
 }};
 
 }  // namespace refitd::sim

@@ -158,6 +158,7 @@ void World::MakeScenario() {
       }
       group.instances.push_back(seat.instance);
     }
+    if (!no_faults_ && options_.seed / 5 % 6 == 1) group.spec.hold_previous_seconds = 1;
     // Without faults all instances must be there; with faults one is enough.
     group.spec.min_instances = no_faults_ ? instances : 1;
     group.job.left = random_.Int(2, 5);

@@ -298,7 +298,7 @@ void World::On(int d, int g, const StartVerify& a) {
     }
     if (options_.bug != Bug::kEarlyCommitted) continue;
     Hear(d, a.destinations[k], [this, version = a.version](Process* p) {
-      HearOutcome(p->pid, true, version, false, true);
+      HearOutcome(p->pid, true, version, false, version);
     });
   }
   const auto done = [this, d, g, nonce = work->nonce](VerifyDone ended) {

@@ -18,6 +18,7 @@ std::optional<size_t> AnswerTo(const GroupEvent& event) {
   if (std::holds_alternative<BucketEvent>(event)) return of(BucketReply{});
   if (std::holds_alternative<CommitEvent>(event)) return of(CommitReply{});
   if (std::holds_alternative<RefitEvent>(event)) return of(CommitReply{});
+  if (std::holds_alternative<RollbackEvent>(event)) return of(CommitReply{});
   return of(EmptyReply{});
 }
 
@@ -33,11 +34,19 @@ uint32_t World::TensorOf(int g, const std::string& name) const {
 }
 
 bool World::Holds(const Process& p, Version version) const {
-  if (TrueVersion(p, nullptr) == version) return true;
+  if (HasContent(SeatOf(p).g, version, TrueVersion(p, nullptr))) return true;
   if (!p.flipped && !p.undecided) return false;
   Process back = p;
   Flip(&back);
-  return TrueVersion(back, nullptr) == version;
+  return HasContent(SeatOf(p).g, version, TrueVersion(back, nullptr));
+}
+
+bool World::HasContent(int g, Version version, std::optional<Version> content) const {
+  if (content == version) return true;
+  return std::any_of(rounds_.begin(), rounds_.end(), [&](const Round& round) {
+    return round.g == g && round.rollback && round.version == version &&
+           rounds_[round.bytes_of].version == content;
+  });
 }
 
 std::optional<Version> World::TrueVersion(const Process& p, uint32_t* round) const {
@@ -431,7 +440,8 @@ void World::HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& po
   });
 }
 
-void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bool) {
+void World::HearOutcome(int pid, bool committed, Version version, bool dirty,
+                        std::optional<Version> content) {
   Process& p = ProcessOf(pid);
   const Seat& seat = SeatOf(p);
   uint32_t index = static_cast<uint32_t>(rounds_.size());
@@ -466,6 +476,12 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bo
       return Violate(
           "P1", fmt::format("pid {} is told committed {}, but does not hold it", pid, version));
     }
+    if (content != rounds_[rounds_[index].bytes_of].version) {
+      return Violate("P11", fmt::format("pid {} is told committed {} with the content of {}, and "
+                                        "it has that of {}",
+                                        pid, version, content.value_or(Version(-1)),
+                                        rounds_[rounds_[index].bytes_of].version));
+    }
     p.holds = version;
     p.torn = false;
   } else {
@@ -478,7 +494,7 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty, bo
     }
     if (dirty) {
       p.holds.reset();
-    } else if (p.holds.has_value() && TrueVersion(p, nullptr) != p.holds) {
+    } else if (p.holds.has_value() && !HasContent(seat.g, *p.holds, TrueVersion(p, nullptr))) {
       return Violate("P2", fmt::format("pid {} is told that it is untouched, but does not hold "
                                        "version {} any more",
                                        pid, *p.holds));

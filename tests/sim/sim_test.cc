@@ -53,6 +53,9 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
     sum.catch_ups += result.catch_ups;
     sum.gave_way += result.gave_way;
     sum.catch_ups_failed += result.catch_ups_failed;
+    sum.rollbacks += result.rollbacks;
+    sum.rollbacks_refused += result.rollbacks_refused;
+    sum.held += result.held;
     for (const int mixed : {0, 1}) {
       for (const int wide : {0, 1}) sum.refits[mixed][wide] += result.refits[mixed][wide];
     }
@@ -74,9 +77,10 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
       "\nrefits committed: {} within daemons, {} over several; with pushes {} and {}; {} ends of "
       "exchanges; {} runs again, {} from a later round; {} parts sent again\nfills: {} committed, "
       "{} "
-      "gave way, {} failed\n",
+      "gave way, {} failed\nrollbacks: {} committed, {} refused; {} updates after a hold\n",
       sum.refits[0][0], sum.refits[0][1], sum.refits[1][0], sum.refits[1][1], sum.exchanges,
-      sum.reruns, sum.resumes, sum.parts_again, sum.catch_ups, sum.gave_way, sum.catch_ups_failed);
+      sum.reruns, sum.resumes, sum.parts_again, sum.catch_ups, sum.gave_way, sum.catch_ups_failed,
+      sum.rollbacks, sum.rollbacks_refused, sum.held);
   CHECK(broken == 0);
   // Fewer updates would mean that the scenarios test little.
   CHECK(sum.committed > static_cast<int64_t>(kSeeds));
@@ -93,6 +97,9 @@ TEST_CASE("a group over several daemons keeps every promise, whatever the seed")
   CHECK(sum.catch_ups > static_cast<int64_t>(kSeeds) / 20);
   CHECK(sum.gave_way > static_cast<int64_t>(kSeeds) / 50);
   CHECK(sum.catch_ups_failed > static_cast<int64_t>(kSeeds) / 200);
+  CHECK(sum.rollbacks > static_cast<int64_t>(kSeeds) / 50);
+  CHECK(sum.rollbacks_refused > static_cast<int64_t>(kSeeds) / 50);
+  CHECK(sum.held > static_cast<int64_t>(kSeeds) / 200);
 }
 
 TEST_CASE("the same seed is the same run") {

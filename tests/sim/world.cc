@@ -533,7 +533,14 @@ void World::On(int d, int g, const SendFlip& a) {
                                      "read back",
                                      d, g, a.member));
   }
-  Hear(d, a.member, [this, a](Process* p) { HearPrepare(p->pid, a.version, a.update); });
+  Hear(d, a.member, [this, a](Process* p) {
+    if (options_.bug == Bug::kWrittenSide && a.content.has_value()) {
+      for (auto& cells : p->back) {
+        if (!cells.empty()) cells[0] |= kDamageBit;
+      }
+    }
+    HearPrepare(p->pid, a.version, a.update);
+  });
 }
 
 void World::On(int d, int g, const SendPart& a) {
@@ -553,7 +560,8 @@ void World::On(int d, int g, const SendCommitted& a) {
   const uint64_t origin = Find(d, g)->machine->incarnation();
   const std::string owner = Find(d, g)->machine->owner();
   Hear(d, a.member, [this, a, origin, owner](Process* p) {
-    HearOutcome(p->pid, true, a.version, false, false);
+    const bool known = options_.bug != Bug::kWrongContent;
+    HearOutcome(p->pid, true, a.version, false, known ? a.content.value_or(a.version) : a.version);
     p->origin = origin;
     p->owner = owner;
   });
@@ -566,7 +574,7 @@ void World::On(int d, int g, const SendAborted& a) {
                                      d, g, a.member));
   }
   Hear(d, a.member,
-       [this, a](Process* p) { HearOutcome(p->pid, false, a.version, a.dirty, false); });
+       [this, a](Process* p) { HearOutcome(p->pid, false, a.version, a.dirty, std::nullopt); });
 }
 
 void World::On(int, int, const SendDraining&) {}
@@ -630,17 +638,22 @@ void World::On(int d, int g, const UpdateAssembled& a) {
     }
   }
   round.bytes_of = static_cast<uint32_t>(rounds_.size());
-  if (update.from_engines()) {
-    round.catch_up = true;
+  round.rollback = update.content.has_value();
+  CheckHold(g, update, view);
+  if (over_) return;
+  if (!update.from_trainers()) {
+    const Version bytes = update.content.value_or(update.version);
     for (uint32_t i = 0; i < rounds_.size(); ++i) {
       const Round& other = rounds_[i];
-      if (other.g != g || other.coordinator != m->nonce || other.version != update.version)
-        continue;
-      if (!other.catch_up && other.outcome == Outcome::kCommitted) round.bytes_of = i;
+      if (other.g != g || other.coordinator != m->nonce || other.version != bytes) continue;
+      if (!other.catch_up && other.outcome == Outcome::kCommitted) round.bytes_of = other.bytes_of;
     }
+  }
+  if (update.from_engines()) {
+    round.catch_up = true;
     if (options_.bug == Bug::kTornSource) TearSource(round);
     HitCatchUp(g, round);
-  } else {
+  } else if (!round.rollback) {
     CheckRegistered(g, round);
   }
   rounds_.push_back(std::move(round));
@@ -668,7 +681,7 @@ void World::On(int d, int g, const UpdateEnded& a) {
     if (a.outcome == Outcome::kCommitted) CheckCaughtUp(d, g);
     if (over_) return;
   } else if (a.outcome == Outcome::kCommitted) {
-    ++result_.committed;
+    ++(a.rollback ? result_.rollbacks : result_.committed);
     const uint64_t incarnation = m->machine->incarnation();
     auto& last = GroupOf(g).last_committed;
     const auto before = last.find(incarnation);
@@ -685,7 +698,7 @@ void World::On(int d, int g, const UpdateEnded& a) {
   });
   if (round == rounds_.end()) return;  // given up before it was assembled
   round->outcome = a.outcome;
-  if (!a.catch_up) CheckRest(g, *round, a);
+  if (!a.catch_up && !a.rollback) CheckRest(g, *round, a);
   if (!over_) CheckKeptOut(g);
   if (over_) return;
   for (const auto& [id, work] : works_) {
@@ -716,6 +729,7 @@ void World::On(int d, int g, const UpdateEnded& a) {
                                        WhatItHolds(p)));
     }
   }
+  FollowCommit(d, g, Round(*round));
 }
 
 void World::On(int d, int g, const RefuseMember& a) {

@@ -90,6 +90,9 @@ enum class Bug : uint8_t {
   kStaleSide,        // the daemon takes no note that sides have changed places
   kKeptSide,         // moves that were bound to one side are run for the other
   kNoWayBack,        // a rank that has flipped stays so when the update is given up
+  kWrittenSide,      // a back that a rollback puts into place was written since
+  kIgnoredHold,      // the next update is staged though the version before is held
+  kWrongContent,     // ranks do not get the version whose content a rollback has
 };
 
 struct Options {
@@ -150,6 +153,9 @@ struct Result {
   int64_t reruns = 0;       // programs that a daemon was told to run again without a lost daemon
   int64_t resumes = 0;      // those of them that went on from a later round than the first
   int64_t parts_again = 0;  // headers of parts that were sent again to a daemon
+  int64_t rollbacks = 0;    // committed
+  int64_t rollbacks_refused = 0;
+  int64_t held = 0;  // updates that waited while the version before was held
   int64_t events = 0;
   Duration virtual_time{};
   std::array<int64_t, static_cast<size_t>(Fault::kCount)> faults{};
@@ -186,8 +192,9 @@ struct Round {
   bool differs = false;                   // a rank was made to differ from its replicas
   std::vector<int> sources;               // pids, by the plan's numbers
   bool catch_up = false;
-  uint32_t bytes_of =
-      0;  // the round whose bytes it installs: itself, or, for a catch-up, an earlier one
+  bool rollback = false;
+  // The round whose bytes it installs: itself, or, for a catch-up or a rollback, an earlier one.
+  uint32_t bytes_of = 0;
 };
 
 // A trainer's memory for one registration.
@@ -360,6 +367,9 @@ struct GroupWorld {
   int more_updates = 4;  // that may follow the last one while it leaves an instance out
   Version top;           // highest that was ever tried
   std::map<uint64_t, Version> last_committed;  // by incarnation (P3)
+  // The version before is held: until when, and by which machine.
+  TimePoint held_until;
+  uint64_t held_by = 0;
   CommunicatorId last_communicator;  // the last that its coordinator opened, and its nodes
   std::set<NodeId> communicator_nodes;
 };
@@ -773,7 +783,9 @@ class World {
   void HearPrepare(int pid, Version version, UpdateId update);
   static void Flip(Process* p);
   void HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& pool);
-  void HearOutcome(int pid, bool committed, Version version, bool dirty, bool is_early);
+  // `content`: of a commit: the version whose content it is.
+  void HearOutcome(int pid, bool committed, Version version, bool dirty,
+                   std::optional<Version> content);
   void RegisterLayout(int pid);
   // Whether the process is a member as far as its coordinator can know.
   bool IsMember(int g, int pid) const;
@@ -786,6 +798,14 @@ class World {
   // Whether the process has the version: on either side, if it has flipped and waits for the
   // outcome.
   bool Holds(const Process& p, Version version) const;
+  // Whether the group's version has that content: its own, or of a rollback that of another.
+  bool HasContent(int g, Version version, std::optional<Version> content) const;
+
+  // ---- rollbacks ----
+  // A version was committed: somebody may roll it back, or release what is held.
+  void FollowCommit(int d, int g, const Round& round);
+  void RollBack(int g, bool by_trainer);
+  void CheckHold(int g, const UpdateRecord& update, const MachineView& view);
 
   void StartAttempt(int g);
   void MakePlan(int g);

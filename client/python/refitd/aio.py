@@ -133,6 +133,8 @@ class Trainer(_Attached):
     register = _awaiting(trainer.Trainer.register)
     register_layout = _awaiting(trainer.Trainer.register_layout)
     refit = _awaiting(trainer.Trainer.refit, cancel=_cancel_version)
+    rollback = _awaiting(trainer.Trainer.rollback)
+    release = _awaiting(trainer.Trainer.release)
     get_update = _awaiting(trainer.Trainer.get_update)
     update = _formed(_awaiting(trainer.Trainer.update, cancel=_cancel_version, disown=Open.close), Update)
 

@@ -128,12 +128,13 @@ class Part:
 class Committed:
     """Resume on `version`. `incarnation` is that of the group: versions of two incarnations have nothing to do with each other.
     `owner`: the identity that owns the group, "" where nobody does. `digest`: of this rank's registered memory, 0 where it was not
-    read back."""
+    read back. `content`: the version whose content it is: None where that is `version` itself, an earlier one of a rollback."""
 
     version: int
     incarnation: int
     owner: str = ""
     digest: int = 0
+    content: int | None = None
 
 
 @dataclass(frozen=True)
@@ -491,7 +492,8 @@ class Engine(Member):
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == native.EVENT_COMMITTED:
             self._mark_written()
-            return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"), raw.digest)
+            content = None if raw.content == raw.version else raw.content
+            return Committed(raw.version, raw.incarnation, (raw.owner or b"").decode(errors="replace"), raw.digest, content)
         if kind == native.EVENT_ABORTED:
             return Aborted(raw.version, shown(raw.reason), bool(raw.dirty), last_failure())
         if kind == native.EVENT_DRAINING:

@@ -733,6 +733,7 @@ class Trainer(Member):
         verification: str | None = None,
         evict_late: bool = False,
         streams: Sequence[Stream] | None = None,
+        hold: bool = False,
     ) -> UpdateResult:
         """Installs the registered shards as `version` in every instance; every trainer rank calls it.
 
@@ -747,6 +748,8 @@ class Trainer(Member):
             evict_late: Whether instances that are late are evicted; else the update aborts.
             streams: The streams (torch.cuda.Stream) with the work that writes the shards, so that other streams go on; None: all streams
                 of the device. Ignored on the host.
+            hold: Whether engines with arenas keep the version before this one: the next update is not staged before `release` or
+                `rollback`. One rank's is enough.
 
         Returns:
             What was moved, in how many seconds, and which instances committed.
@@ -762,7 +765,7 @@ class Trainer(Member):
         staged = self._fill(streams)
         with self._lock:
             registration = self._registration
-        common = _common(version, duration_seconds, verification, evict_late)
+        common = _common(version, duration_seconds, verification, evict_late, hold)
         pushed = registration.pushed_tensors if registration is not None else None
         if pushed is not None:
             with self._begin(version, native.sized(native.refit_begin_options, **common), with_layout=True) as update:
@@ -858,11 +861,12 @@ class Trainer(Member):
         broadcast: str = "auto",
         with_layout: bool = False,
         note: str = "",
+        hold: bool = False,
     ) -> Update:
         """Begins an update to `version`, or joins it; returns when every engine has stopped reading its weights. Every rank calls it.
 
         Args:
-            version: As in refit, with `verification` and `evict_late`.
+            version: As in refit, with `verification`, `evict_late` and `hold`.
             duration_seconds: Of the whole update, waiting for engines included; None: the daemon's default.
             tensor_count: Tensors of all ranks together; engines with loader delivery and no manifest need the count, here or from
                 Update.commit.
@@ -892,7 +896,7 @@ class Trainer(Member):
             broadcast=_number(native.BROADCASTS, broadcast, "broadcast"),
             without_layout=int(not with_layout),
             note=note.encode() or None,
-            **_common(version, duration_seconds, verification, evict_late),
+            **_common(version, duration_seconds, verification, evict_late, hold),
         )
         update = self._begin(version, options, with_layout)
         update._rebound = rebound
@@ -907,6 +911,31 @@ class Trainer(Member):
             return Update(self, owned, version, with_layout)
 
         return interruptible(begin, cancel=lambda: self._cancel(version), disown=Update.close)
+
+    # ---- the version before ----
+
+    def rollback(self, version: int | None = None) -> int:
+        """Puts the content of the version before the group's into place again, and returns its new number: the group's plus one.
+
+        Engines with arenas that still hold it flip to it; the others then catch up from them. One rank calls it; all go on with
+        `next_version`. An update that waits to be staged is lost.
+
+        Args:
+            version: The version that is rolled back: with any other of the group the call is refused, and where it is rolled back already,
+                its number is returned once more. None: whichever the group has.
+
+        Raises:
+            FailedPrecondition: No engine holds the version before any more, or an engine could not follow; the error names it, and
+                nothing has changed.
+            UpdateAborted: An engine could not flip: all serve what they served.
+        """
+        out = ctypes.c_int64()
+        self._ask("rollback", -1 if version is None else checked_version(version), byref(out))
+        return out.value
+
+    def release(self) -> None:
+        """Lets the next update be staged, though the version before is held (`hold`, `GroupSpec.hold_previous_seconds`)."""
+        self._ask("release_previous")
 
     # ---- state ----
 
@@ -1027,13 +1056,14 @@ def _supplied(tensors: Sequence[TensorSpec], boxes: Sequence[Box], pushed: Seque
     )
 
 
-def _common(version: int, duration_seconds: float | None, verification: str | None, evict_late: bool) -> dict[str, int]:
+def _common(version: int, duration_seconds: float | None, verification: str | None, evict_late: bool, hold: bool) -> dict[str, int]:
     """The fields that refit_begin_options and refit_refit_options share."""
     return {
         "version": version,
         "duration_ms": milliseconds(duration_seconds, "duration_seconds"),
         "verification": _number(VERIFICATIONS, verification, "verification"),
         "evict_late": int(evict_late),
+        "hold": int(hold),
     }
 
 

@@ -108,6 +108,44 @@ class ArenaTest(DaemonTest):
             self.assertFalse(event.dirty)
         self.assertTrue(torch.equal(model(tokens), before))
 
+    def test_a_rollback_serves_the_version_before_again(self):
+        model, engine = self.adopted()
+        server = Server(self, engine)
+        tokens = torch.arange(8)
+        outputs = {}
+        for version in (1, 2):
+            self.source.load_state_dict(other(version))
+            self.sender.refit(version)
+            server.wait_for(refitd.Committed, version)
+            outputs[version] = model(tokens)
+        self.assertFalse(torch.equal(outputs[1], outputs[2]))
+        self.assertEqual(self.sender.rollback(), 3)
+        server.wait_for(refitd.Committed, 3)
+        self.assertTrue(torch.equal(model(tokens), outputs[1]))
+        last = server.of(refitd.Committed)[-1]
+        self.assertEqual((last.version, last.content), (3, 1))
+        self.assertEqual(self.sender.next_version, 4)
+        # A caller that missed the answer names what it wanted undone.
+        self.assertEqual(self.sender.rollback(2), 3)
+        with self.assertRaisesRegex(refitd.FailedPrecondition, "is a rollback itself"):
+            self.sender.rollback()
+        self.source.load_state_dict(other(4))
+        self.assertEqual(self.sender.refit(self.sender.next_version).version, 4)
+        server.wait_for(refitd.Committed, 4)
+        self.assertEqual(server.of(refitd.Committed)[-1].content, None)
+        self.assertTrue(torch.equal(model(tokens), self.source(tokens)))
+
+    def test_the_version_before_is_held_until_it_is_released(self):
+        _, engine = self.adopted()
+        server = Server(self, engine)
+        self.sender.refit(1)
+        self.sender.refit(2, hold=True)
+        with self.assertRaisesRegex(refitd.DeadlineExceeded, "version 1, which is held for a rollback, to be released"):
+            self.sender.refit(3, duration_seconds=0.3)
+        self.sender.release()
+        self.sender.refit(3)
+        server.wait_for(refitd.Committed, 3)
+
     def test_an_arena_of_another_engine_is_refused(self):
         model, _ = self.adopted()
         with self.assertRaisesRegex(refitd.FailedPrecondition, "another engine"):

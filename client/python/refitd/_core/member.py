@@ -347,6 +347,8 @@ class GroupSpec:
         max_lag: How far an instance's version may be behind the group's while the instance counts as ready.
         encrypted_data: Whether bytes between daemons must be encrypted: daemons that can't encrypt are refused, and so are GPUs over
             several daemons.
+        hold_previous_seconds: How long after a commit engines with arenas keep the version before, for `Trainer.rollback`: the next update
+            is not staged until then, or until `Trainer.release`. A whole number; 0: it may be staged at once.
     """
 
     min_instances: int = 1
@@ -356,6 +358,7 @@ class GroupSpec:
     unwanted_tensors: Sequence[str] = ()
     max_lag: int = 0
     encrypted_data: bool = False
+    hold_previous_seconds: int = 0
 
     def _structure(self, world_size: int) -> native.refit_group_spec:
         """The C structure, of a group with `world_size` trainer ranks."""
@@ -373,6 +376,7 @@ class GroupSpec:
             unwanted_tensors=texts(unwanted),
             max_lag=checked_count(self.max_lag, "max_lag", 0),
             encrypted_data=1 if self.encrypted_data else 0,
+            hold_previous_seconds=checked_count(self.hold_previous_seconds, "hold_previous_seconds", 0),
         )
 
 

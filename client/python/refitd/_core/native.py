@@ -146,7 +146,7 @@ class refit_group_spec(ctypes.Structure):
     _fields_ = _fields(
         struct_size=c_size_t, trainer_ranks=c_int32, min_instances=c_int32, slot_bytes=c_int64, slots=c_int32, engine_only_count=c_int32,
         engine_only_tensors=POINTER(c_char_p), unwanted_count=c_int32, unwanted_tensors=POINTER(c_char_p), max_lag=c_int64,
-        encrypted_data=c_int32,
+        encrypted_data=c_int32, hold_previous_seconds=c_int64,
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ class refit_trainer_options(ctypes.Structure):
 class refit_begin_options(ctypes.Structure):
     _fields_ = _fields(
         struct_size=c_size_t, version=c_int64, duration_ms=c_int64, verification=c_int32, evict_late=c_int32, tensor_count=c_int64,
-        total_bytes=c_int64, broadcast=c_int32, without_layout=c_int32, note=c_char_p,
+        total_bytes=c_int64, broadcast=c_int32, without_layout=c_int32, note=c_char_p, hold=c_int32,
     )  # fmt: skip
 
 
@@ -181,7 +181,9 @@ class refit_commit_result(ctypes.Structure):
 
 
 class refit_refit_options(ctypes.Structure):
-    _fields_ = _fields(struct_size=c_size_t, version=c_int64, duration_ms=c_int64, verification=c_int32, evict_late=c_int32)
+    _fields_ = _fields(
+        struct_size=c_size_t, version=c_int64, duration_ms=c_int64, verification=c_int32, evict_late=c_int32, hold=c_int32
+    )  # fmt: skip
 
 
 class refit_engine_options(ctypes.Structure):
@@ -200,7 +202,7 @@ class refit_event(ctypes.Structure):
     _fields_ = _fields(
         struct_size=c_size_t, kind=c_int32, dirty=c_int32, version=c_int64, remaining_ms=c_int64, tensor_count=c_int64, update_id=c_uint64,
         part=c_int64, view_count=c_int64, views=POINTER(refit_view), reason=c_char_p, weights=c_int32, incarnation=c_uint64, owner=c_char_p,
-        digest=c_uint64, flip=c_int32,
+        digest=c_uint64, flip=c_int32, content=c_int64,
     )  # fmt: skip
 
 
@@ -251,6 +253,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_trainer_group_version": (_STATUS, (c_void_p, POINTER(c_int64))),
     "refit_trainer_get_update": (_STATUS, (c_void_p, c_int64, POINTER(c_int32))),
     "refit_trainer_abort": (_STATUS, (c_void_p, c_int64, c_char_p)),
+    "refit_trainer_rollback": (_STATUS, (c_void_p, c_int64, POINTER(c_int64))),
+    "refit_trainer_release_previous": (_STATUS, (c_void_p,)),
     "refit_trainer_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_trainer_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
     "refit_trainer_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),

@@ -111,6 +111,7 @@ class Driver:
         self._paused_at = 0.0
         self._incarnation: int | None = None
         self._owner: str | None = None
+        self._content: int | None = None  # of a rollback
 
     # ---- what is asked ----
 
@@ -121,6 +122,11 @@ class Driver:
     @property
     def version(self) -> int | None:
         return self.machine.version
+
+    @property
+    def content(self) -> int | None:
+        """The version whose content the weights have: `version` itself, or where that is a rollback an earlier one."""
+        return self.version if self._content is None else self._content
 
     @property
     def closed(self) -> bool:
@@ -136,6 +142,7 @@ class Driver:
             "attached": machine.attached,
             "version": machine.version,
             "staged": self._staged,
+            "content": self.content,
             "behind": machine.behind,
             "updates": self.updates,
             "last_pause_seconds": self.last_pause_seconds,
@@ -359,7 +366,7 @@ class Driver:
         outcome = outcomes[0]
         if isinstance(outcome, Committed):
             if failure is None:
-                self._incarnation, self._owner = outcome.incarnation, outcome.owner
+                self._incarnation, self._owner, self._content = outcome.incarnation, outcome.owner, outcome.content
                 return self.machine.written(version)
             return self.machine.write_failed(f"version {version} was committed, and vLLM could not take it: {failure}")
         if isinstance(outcome, Aborted):
@@ -466,6 +473,7 @@ def update_info(version: int) -> dict[str, Any]:
 
 DriverOf = Callable[[], Optional[Driver]]
 HEADER = b"x-refitd-version"
+CONTENT_HEADER = b"x-refitd-content"  # of a rollback
 
 
 def add_routes(app: Any, driver_of: DriverOf) -> None:
@@ -522,7 +530,10 @@ class _VersionHeader:
         async def send_with_version(message: Any) -> None:
             driver = self._driver_of()
             if message["type"] == "http.response.start" and driver is not None and driver.version is not None:
-                message["headers"] = [*message.get("headers", []), (HEADER, str(driver.version).encode())]
+                named: list[tuple[bytes, int | None]] = [(HEADER, driver.version)]
+                if driver.content != driver.version:
+                    named.append((CONTENT_HEADER, driver.content))
+                message["headers"] = [*message.get("headers", []), *((name, str(number).encode()) for name, number in named)]
             await send(message)
 
         await self._app(scope, receive, send_with_version)
