@@ -349,6 +349,11 @@ class Engine(Member):
         self._options = options, made, manifest is not None and listed  # what the structures point to is kept
         self._attach(options)
 
+    def _close(self, wait_seconds: float) -> None:
+        super()._close(wait_seconds)
+        with self._lock:
+            self._written = None  # it refers to the regions, which the next engine may want
+
     # ---- layout ----
 
     def register(
