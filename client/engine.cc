@@ -61,6 +61,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   }
 
   absl::StatusOr<std::shared_ptr<Region>> AddArena(std::shared_ptr<Arena> arena) override;
+  absl::StatusOr<std::shared_ptr<Arena>> TakeKept(int index) override;
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
   absl::Status Ready(Version version) override;
@@ -101,6 +102,10 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   Arenas ArenasOf(Layout* layout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   // Exchanges the sides of all registered arenas, or of none.
   absl::Status Flip() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The layout is registered, over these arenas. `kept`: their memory holds the version that was
+  // kept for this lease.
+  absl::Status TakeIn(const EngineLease& session, Arenas arenas, bool kept)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The outcome of an update for which the sides were exchanged.
   void Settle(EngineLease* session, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
@@ -159,6 +164,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   hello->set_held_owner(options.held_owner);
   hello->set_trainer_identity(options.trainer_identity);
   hello->set_dirty(options.dirty);
+  hello->set_restore(options.restore);
   hello->set_catch_up(options.catch_up && CatchesUp(options.delivery));
   return message;
 }
@@ -175,6 +181,10 @@ absl::Status CheckOptions(const EngineOptions& options) {
         "held_version",
         "held_version is {} and dirty is set: weights that hold a version are not dirty",
         *options.held_version);
+  }
+  if (options.restore && (options.held_version || options.dirty)) {
+    return InvalidField("restore", "restore is set, and {} too: the daemon knows what is kept",
+                        options.dirty ? "dirty" : "held_version");
   }
   if (!options.trainer_identity.empty()) {
     REFITD_RETURN_IF_ERROR(CheckOwnerPattern(options.trainer_identity, "trainer_identity"));
@@ -211,6 +221,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.held_owner = owner_;
       options.held_digest = digest_;
       options.dirty = state_.weights() != Weights::kClean;
+      options.restore = false;
     }
   }
   session->held = options.held_version;
@@ -252,11 +263,21 @@ void EngineImpl::NoteEnd() const {
 
 absl::StatusOr<std::shared_ptr<Region>> EngineImpl::AddArena(std::shared_ptr<Arena> arena) {
   REFITD_ASSIGN_OR_RETURN(std::shared_ptr<ArenaRegion> made,
-                          ArenaRegion::Make(std::move(arena), regions_));
+                          ArenaRegion::Make(std::move(arena), regions_, options_.restore));
   MutexLock lock(&register_mutex_);
   std::erase_if(arenas_, [](const auto& known) { return known.expired(); });
   arenas_.push_back(made);
   return std::shared_ptr<Region>(std::move(made));
+}
+
+absl::StatusOr<std::shared_ptr<Arena>> EngineImpl::TakeKept(int index) {
+  std::shared_ptr<EngineLease> session;
+  {
+    MutexLock lock(&mutex_);
+    session = lease_;
+  }
+  REFITD_ASSIGN_OR_RETURN(SharedSides sides, session->connection->TakeKept(index));
+  return Arena::Open(std::move(sides), connect_);
 }
 
 EngineImpl::Arenas EngineImpl::ArenasOf(Layout* layout) {
@@ -292,13 +313,13 @@ absl::Status EngineImpl::Register(Layout layout) {
     }
     status = session->stream->status();
     if (status.ok()) {
-      status =
-          registration_.Register(session->connection.get(), session->Uploader(), std::move(layout))
-              .status();
-    }
-    if (status.ok()) {
-      MutexLock state_lock(&mutex_);
-      registered_ = std::move(arenas);
+      const absl::StatusOr<Registration::Registered> registered =
+          registration_.Register(session->connection.get(), session->Uploader(), std::move(layout));
+      status = registered.status();
+      if (status.ok()) {
+        MutexLock state_lock(&mutex_);
+        REFITD_RETURN_IF_ERROR(TakeIn(*session, std::move(arenas), registered->kept));
+      }
     }
   }
   if (status.ok()) return status;
@@ -307,6 +328,19 @@ absl::Status EngineImpl::Register(Layout layout) {
   if (!reattaches() || !DaemonGone(end)) return end;
   return WithFailureOf(end, Error(absl::StatusCode::kUnavailable,
                                   "{}; register once more after Reattached", Message(end)));
+}
+
+absl::Status EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool kept) {
+  for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
+    REFITD_RETURN_IF_ERROR(arena->AllowWrites());
+  }
+  registered_ = std::move(arenas);
+  const v1::KeptArenas& held = session.connection->welcome().kept();
+  if (!kept || !state_.OnRestored(Version(held.version()))) return absl::OkStatus();
+  origin_ = held.incarnation();
+  owner_ = held.owner();
+  digest_ = held.digest();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {

@@ -43,6 +43,9 @@ struct GroupSpec {
   // Bytes cross between daemons encrypted or not at all; such a group has no GPUs over several
   // daemons. FAILED_PRECONDITION from attaching: a daemon of the group can't encrypt.
   bool encrypted_data = false;
+  // How many seconds a daemon keeps the arenas of an engine rank whose lease has ended, if it
+  // attached with EngineOptions::restore: 0 to 86,400; 0: not at all.
+  int keep_seconds = 600;
 };
 
 // Certificates for a daemon over TCP: paths of PEM files. They are read for each lease anew.

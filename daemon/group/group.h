@@ -75,6 +75,9 @@ inline constexpr int kMaxPartsPerBucket = 4096;
 inline constexpr int kMaxNamePatterns = 64;
 // The largest GroupSpec::max_lag. Differences of versions fit into an integer by far.
 inline constexpr int64_t kMaxLag = 1'000'000'000;
+// GroupSpec::keep_seconds where a spec does not say, and the largest.
+inline constexpr int kDefaultKeepSeconds = 600;
+inline constexpr int kMaxKeepSeconds = 86'400;
 // How many instances give at a time in one catch-up. Planning, comparing and the set of daemons
 // that must stay up grow with their number, while from a few source instances on a late instance's
 // own link is the limit.
@@ -101,6 +104,8 @@ struct GroupSpec {
   int64_t max_lag = 0;
   // Bytes cross between daemons encrypted or not at all.
   bool encrypted_data = false;
+  // How long daemons keep the arenas of an engine rank whose lease has ended; 0: not at all.
+  int keep_seconds = kDefaultKeepSeconds;
   bool operator==(const GroupSpec&) const = default;
 };
 // Whether both are equal apart from trainer_ranks, which the attaching trainers decide.

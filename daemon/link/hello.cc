@@ -45,6 +45,8 @@ absl::StatusOr<GroupSpec> AcceptedSpec(const v1::GroupSpec& message) {
       CheckOrder(message.engine_only_tensors(), "accepted.spec.engine_only_tensors"));
   REFITD_RETURN_IF_ERROR(CheckOrder(message.unwanted_tensors(), "accepted.spec.unwanted_tensors"));
   REFITD_RETURN_IF_ERROR(InRange(message.max_lag(), 0, kMaxLag, "accepted.spec.max_lag"));
+  REFITD_RETURN_IF_ERROR(
+      InRange(message.keep_seconds(), 0, kMaxKeepSeconds, "accepted.spec.keep_seconds"));
   return SpecOf(message);
 }
 
@@ -66,6 +68,7 @@ GroupSpec SpecOf(const v1::GroupSpec& message) {
                                message.unwanted_tensors().end());
   spec.max_lag = message.max_lag();
   spec.encrypted_data = message.encrypted_data();
+  if (message.has_keep_seconds()) spec.keep_seconds = message.keep_seconds();
   return spec;
 }
 
@@ -77,6 +80,7 @@ v1::GroupSpec SpecToProto(const GroupSpec& spec, bool lists) {
   message.set_slots(spec.slots);
   message.set_max_lag(spec.max_lag);
   message.set_encrypted_data(spec.encrypted_data);
+  message.set_keep_seconds(spec.keep_seconds);
   if (!lists) return message;
   for (const std::string& name : spec.engine_only_tensors) message.add_engine_only_tensors(name);
   for (const std::string& name : spec.unwanted_tensors) message.add_unwanted_tensors(name);

@@ -102,7 +102,7 @@ FIELDS(PeerIncarnation, a)
 FIELDS(PeerOwner, a)
 FIELDS(InstanceStanding, a, b, c)
 FIELDS(PeerReadiness, a, b, c)
-FIELDS(GroupSpec, a, b, c, d, e, f, g, h)
+FIELDS(GroupSpec, a, b, c, d, e, f, g, h, i)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
 // All fields but incarnation and owner, which the member's own daemon sets.
@@ -618,7 +618,7 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     LinkUp up;
     Fill(rng, &up.version);
     up.incarnation = rng() | 1;
-    up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}, {}, i, i % 2 == 0};
+    up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}, {}, i, i % 2 == 0, 10 * i};
     up.coordinator_id = "node-0";
     auto there = AcceptedFromProto(AcceptedToProto(up, kMessageBytes));
     REQUIRE(there.ok());

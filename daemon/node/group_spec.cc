@@ -55,6 +55,7 @@ absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wanted, const SpecLimits& limits) 
   REFITD_RETURN_IF_ERROR(CheckPatterns(wanted.engine_only_tensors, "spec.engine_only_tensors"));
   REFITD_RETURN_IF_ERROR(CheckPatterns(wanted.unwanted_tensors, "spec.unwanted_tensors"));
   REFITD_RETURN_IF_ERROR(CheckField(wanted.max_lag, 0, kMaxLag, "max_lag"));
+  REFITD_RETURN_IF_ERROR(CheckField(wanted.keep_seconds, 0, kMaxKeepSeconds, "keep_seconds"));
   wanted.min_instances = std::max(1, wanted.min_instances);
   if (wanted.slot_bytes == 0) wanted.slot_bytes = limits.default_slot_bytes;
   if (wanted.slots == 0) wanted.slots = limits.default_slots;
@@ -82,12 +83,12 @@ absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, cons
   return Error(
       absl::StatusCode::kFailedPrecondition,
       "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
-      "and {} unwanted tensors, max_lag {}, encrypted_data {}; this one says {}, {}, {}, {}, "
-      "{}, {}, {}",
+      "and {} unwanted tensors, max_lag {}, encrypted_data {}, keep_seconds {}; this one says {}, "
+      "{}, {}, {}, {}, {}, {}, {}",
       group, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
-      has.unwanted_tensors.size(), has.max_lag, has.encrypted_data, spec.min_instances,
-      spec.slot_bytes, spec.slots, spec.engine_only_tensors.size(), spec.unwanted_tensors.size(),
-      spec.max_lag, spec.encrypted_data);
+      has.unwanted_tensors.size(), has.max_lag, has.encrypted_data, has.keep_seconds,
+      spec.min_instances, spec.slot_bytes, spec.slots, spec.engine_only_tensors.size(),
+      spec.unwanted_tensors.size(), spec.max_lag, spec.encrypted_data, spec.keep_seconds);
 }
 
 absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,
