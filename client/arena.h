@@ -24,6 +24,11 @@ class Arena {
   // FAILED_PRECONDITION: the GPU is not among those that this process sees.
   static absl::StatusOr<std::shared_ptr<Arena>> Make(int64_t bytes, const ConnectOptions& options);
 
+  // Opens an arena that another process made. It can be read only, until a region of it is
+  // registered (Engine::TakeKept). Errors as of Make; INVALID_ARGUMENT: `sides` are other memory.
+  static absl::StatusOr<std::shared_ptr<Arena>> Open(SharedSides sides,
+                                                     const ConnectOptions& options);
+
   // Where the rank reads its weights: on a GPU an address for kernels and copies of this process
   // there.
   char* data() const { return memory_->data(); }

@@ -5,22 +5,23 @@
 
 namespace refitd::client {
 
-absl::StatusOr<std::shared_ptr<Region>> ArenaRegion::Share(bool back) const {
+absl::StatusOr<std::shared_ptr<Region>> ArenaRegion::Share(bool back, bool keep) const {
   RegionSource source;
   source.bytes = bytes();
+  source.keep = keep;
   REFITD_ASSIGN_OR_RETURN(source.fd, arena_->memory_->Share(back));
   if (arena_->on_device_) source.kind = RegionKind::kDevice;
   return regions_->Add(std::move(source));
 }
 
 absl::StatusOr<std::shared_ptr<ArenaRegion>> ArenaRegion::Make(
-    std::shared_ptr<Arena> arena, const std::shared_ptr<Regions>& regions) {
+    std::shared_ptr<Arena> arena, const std::shared_ptr<Regions>& regions, bool keep) {
   if (arena->taken_.exchange(true)) {
     return Precondition("the arena belongs to another engine: destroy that engine first");
   }
   const std::shared_ptr<ArenaRegion> made(new ArenaRegion(std::move(arena), regions));
-  REFITD_ASSIGN_OR_RETURN(made->front_, made->Share(/*back=*/false));
-  REFITD_ASSIGN_OR_RETURN(made->back_, made->Share(/*back=*/true));
+  REFITD_ASSIGN_OR_RETURN(made->front_, made->Share(/*back=*/false, keep));
+  REFITD_ASSIGN_OR_RETURN(made->back_, made->Share(/*back=*/true, keep));
   return made;
 }
 

@@ -17,9 +17,11 @@ namespace refitd::client {
 // Flip and CopyToBack are called by one thread at a time.
 class ArenaRegion final : public Region {
  public:
-  // FAILED_PRECONDITION: another engine has the arena. Also errors of a region.
+  // `keep`: the daemon keeps the memory for the rank after this one. FAILED_PRECONDITION: another
+  // engine has the arena. Also errors of a region.
   static absl::StatusOr<std::shared_ptr<ArenaRegion>> Make(std::shared_ptr<Arena> arena,
-                                                           const std::shared_ptr<Regions>& regions);
+                                                           const std::shared_ptr<Regions>& regions,
+                                                           bool keep);
   ~ArenaRegion() override { arena_->taken_ = false; }
 
   char* data() const override { return arena_->data(); }
@@ -28,6 +30,7 @@ class ArenaRegion final : public Region {
   RegionBack pair() const { return {front_->id(), back_->id()}; }
 
   absl::Status CopyToBack() { return arena_->memory_->CopyToBack(); }
+  absl::Status AllowWrites() { return arena_->memory_->AllowWrites(); }
   // Exchanges the sides. A later daemon is given the side that is mapped as the front; the present
   // daemon exchanges the two itself at the commit (Connection::Exchange). Errors: TwoSided::Flip.
   absl::Status Flip();
@@ -35,7 +38,7 @@ class ArenaRegion final : public Region {
  private:
   ArenaRegion(std::shared_ptr<Arena> arena, std::shared_ptr<Regions> regions)
       : arena_(std::move(arena)), regions_(std::move(regions)) {}
-  absl::StatusOr<std::shared_ptr<Region>> Share(bool back) const;
+  absl::StatusOr<std::shared_ptr<Region>> Share(bool back, bool keep) const;
 
   const std::shared_ptr<Arena> arena_;
   const std::shared_ptr<Regions> regions_;

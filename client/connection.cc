@@ -222,6 +222,7 @@ v1::GroupSpec SpecToProto(const GroupSpec& spec) {
   message.set_max_lag(spec.max_lag);
   message.set_encrypted_data(spec.encrypted_data);
   message.set_hold_previous_seconds(spec.hold_previous_seconds);
+  message.set_keep_seconds(spec.keep_seconds);
   return message;
 }
 
@@ -325,6 +326,7 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
     request.region_kind = source.kind;
     request.bytes = source.bytes;
     request.region_id = source.address;
+    request.keep = source.keep ? 1 : 0;
     const Duration extra = source.on_device()
                                ? kDeviceLimit
                                : std::chrono::seconds(source.bytes / kPopulateBytesPerSecond);
@@ -422,6 +424,29 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> Connection::Pool(Access access
     REFITD_ASSIGN_OR_RETURN(pool_, MapHostSlots(answer.fd, answer.reply.bytes, access));
   }
   return pool_;
+}
+
+absl::StatusOr<SharedSides> Connection::TakeKept(int index) {
+  REFITD_RETURN_IF_ERROR(CheckShares());
+  const int kept = welcome_.kept().region_bytes_size();
+  if (index < 0 || index >= kept) {
+    return Error(absl::StatusCode::kNotFound, "arena {}: the daemon keeps {} for this rank", index,
+                 kept);
+  }
+  SharedSides sides;
+  for (const bool back : {false, true}) {
+    DescriptorRequest request;
+    request.kind = DescriptorRequestKind::kTakeKept;
+    request.region_id = 2 * static_cast<uint64_t>(index) + (back ? 1 : 0);
+    REFITD_ASSIGN_OR_RETURN(DescriptorAnswer answer,
+                            descriptors_->Ask(request, -1, After(call_margin_)));
+    if (!answer.fd.valid()) {
+      return Error(absl::StatusCode::kInternal, "arena {} came without a descriptor", index);
+    }
+    (back ? sides.back : sides.front) = std::move(answer.fd);
+    sides.bytes = answer.reply.bytes;
+  }
+  return sides;
 }
 
 std::shared_ptr<const SlotMemory> Connection::MappedPool() {

@@ -67,6 +67,7 @@ struct RegionSource {
   std::string handle{};  // not empty: the driver's handle of a block, in place of `fd`
   int64_t bytes = 0;
   uint64_t address = 0;  // of exported memory in this process; 0: unknown
+  bool keep = false;     // the daemon keeps the descriptor, for the rank after this one
 
   bool on_device() const { return !handle.empty() || kind != RegionKind::kMemfd; }
 };
@@ -113,6 +114,9 @@ class Connection : public std::enable_shared_from_this<Connection> {
   // The staging pool of this member's device, mapped at the first call. On a device `access` has no
   // meaning.
   absl::StatusOr<std::shared_ptr<const SlotMemory>> Pool(Access access);
+  // The arena of that number, from 0, that the daemon keeps for this lease. NOT_FOUND: there are
+  // fewer.
+  absl::StatusOr<SharedSides> TakeKept(int index);
   // The staging pool if it was mapped already; else null.
   std::shared_ptr<const SlotMemory> MappedPool();
 

@@ -61,6 +61,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   }
 
   absl::StatusOr<std::shared_ptr<Region>> AddArena(std::shared_ptr<Arena> arena) override;
+  absl::StatusOr<std::shared_ptr<Arena>> TakeKept(int index) override;
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
   absl::Status Ready(Version version) override;
@@ -104,6 +105,10 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // Flip, for the running update. FAILED_PRECONDITION: it is a rollback, which writes nothing, and
   // the backs do not hold the version before, or nobody knows (P2).
   absl::Status FlipForUpdate() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The layout is registered, over these arenas. `kept`: their memory holds the version that was
+  // kept for this lease.
+  absl::Status TakeIn(const EngineLease& session, Arenas arenas, bool kept)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The outcome of an update for which the sides were exchanged.
   void Settle(EngineLease* session, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
@@ -166,6 +171,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   hello->set_held_owner(options.held_owner);
   hello->set_trainer_identity(options.trainer_identity);
   hello->set_dirty(options.dirty);
+  hello->set_restore(options.restore);
   hello->set_catch_up(options.catch_up && CatchesUp(options.delivery));
   return message;
 }
@@ -182,6 +188,10 @@ absl::Status CheckOptions(const EngineOptions& options) {
         "held_version",
         "held_version is {} and dirty is set: weights that hold a version are not dirty",
         *options.held_version);
+  }
+  if (options.restore && (options.held_version || options.dirty)) {
+    return InvalidField("restore", "restore is set, and {} too: the daemon knows what is kept",
+                        options.dirty ? "dirty" : "held_version");
   }
   if (!options.trainer_identity.empty()) {
     REFITD_RETURN_IF_ERROR(CheckOwnerPattern(options.trainer_identity, "trainer_identity"));
@@ -218,6 +228,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.held_owner = owner_;
       options.held_digest = digest_;
       options.dirty = state_.weights() != Weights::kClean;
+      options.restore = false;
     }
   }
   session->held = options.held_version;
@@ -259,11 +270,21 @@ void EngineImpl::NoteEnd() const {
 
 absl::StatusOr<std::shared_ptr<Region>> EngineImpl::AddArena(std::shared_ptr<Arena> arena) {
   REFITD_ASSIGN_OR_RETURN(std::shared_ptr<ArenaRegion> made,
-                          ArenaRegion::Make(std::move(arena), regions_));
+                          ArenaRegion::Make(std::move(arena), regions_, options_.restore));
   MutexLock lock(&register_mutex_);
   std::erase_if(arenas_, [](const auto& known) { return known.expired(); });
   arenas_.push_back(made);
   return std::shared_ptr<Region>(std::move(made));
+}
+
+absl::StatusOr<std::shared_ptr<Arena>> EngineImpl::TakeKept(int index) {
+  std::shared_ptr<EngineLease> session;
+  {
+    MutexLock lock(&mutex_);
+    session = lease_;
+  }
+  REFITD_ASSIGN_OR_RETURN(SharedSides sides, session->connection->TakeKept(index));
+  return Arena::Open(std::move(sides), connect_);
 }
 
 EngineImpl::Arenas EngineImpl::ArenasOf(Layout* layout) {
@@ -303,13 +324,13 @@ absl::Status EngineImpl::Register(Layout layout) {
     }
     status = session->stream->status();
     if (status.ok()) {
-      status =
-          registration_.Register(session->connection.get(), session->Uploader(), std::move(layout))
-              .status();
-    }
-    if (status.ok()) {
-      MutexLock state_lock(&mutex_);
-      registered_ = std::move(arenas);
+      const absl::StatusOr<Registration::Registered> registered =
+          registration_.Register(session->connection.get(), session->Uploader(), std::move(layout));
+      status = registered.status();
+      if (status.ok()) {
+        MutexLock state_lock(&mutex_);
+        REFITD_RETURN_IF_ERROR(TakeIn(*session, std::move(arenas), registered->kept));
+      }
     }
   }
   if (status.ok()) return status;
@@ -318,6 +339,19 @@ absl::Status EngineImpl::Register(Layout layout) {
   if (!reattaches() || !DaemonGone(end)) return end;
   return WithFailureOf(end, Error(absl::StatusCode::kUnavailable,
                                   "{}; register once more after Reattached", Message(end)));
+}
+
+absl::Status EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool kept) {
+  for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
+    REFITD_RETURN_IF_ERROR(arena->AllowWrites());
+  }
+  registered_ = std::move(arenas);
+  const v1::KeptArenas& held = session.connection->welcome().kept();
+  if (!kept || !state_.OnRestored(Version(held.version()))) return absl::OkStatus();
+  origin_ = held.incarnation();
+  owner_ = held.owner();
+  digest_ = held.digest();
+  return absl::OkStatus();
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {

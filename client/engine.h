@@ -95,6 +95,12 @@ struct EngineOptions {
   // cost is that the rank does not count as good before the next commit. Not with held_version
   // (INVALID_ARGUMENT).
   bool dirty = false;
+  // In-place delivery: the daemon keeps this rank's arenas for a while when the rank dies or
+  // detaches (GroupSpec::keep_seconds), and the rank takes up those that it keeps of this rank's
+  // last lease (Engine::TakeKept), which are given up when the rank attaches without this.
+  // PERMISSION_DENIED: they are kept for another user. Not with held_version or dirty
+  // (INVALID_ARGUMENT).
+  bool restore = false;
 };
 
 struct Prepare {
@@ -157,6 +163,13 @@ class Engine : public SharesMemory {
   // names is the same on both sides: Register copies it, and the rank must not write there
   // afterwards. FAILED_PRECONDITION: another engine has the arena. Also errors of NewRegion.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddArena(std::shared_ptr<Arena> arena) = 0;
+  // With EngineOptions::restore: the arena of that number, from 0, of those that the daemon keeps
+  // of this rank's last lease, in the order in which they were added to that engine. Their memory
+  // can be read only, until the first Register: the daemon then compares layout and memory with
+  // what was committed, and version() tells whether they are that. If they are not, the rank holds
+  // no version, and its memory is as good as new. All pieces must lie in these arenas, where they
+  // lay before; what no piece names is not compared. NOT_FOUND: the daemon keeps fewer.
+  virtual absl::StatusOr<std::shared_ptr<Arena>> TakeKept(int index) = 0;
   // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
   // share their memory (tied weights), one has pieces and the other is named in `tensors` without
   // any piece: trainers may push or refit the other, and nothing is written for it. Register

@@ -58,6 +58,22 @@ TEST_CASE("an engine serves what it held at attach until it gets another outcome
   CHECK_FALSE(EngineState(std::nullopt).version().has_value());
 }
 
+TEST_CASE("what the daemon found in the memory counts until a commit, and on clean weights only") {
+  EngineState engine(std::nullopt);
+  CHECK(engine.OnRestored(kOld));
+  CHECK(engine.version() == kOld);
+  CHECK_FALSE(engine.OnRestored(kNew));
+  CHECK(engine.version() == kOld);
+  EngineState dirty(std::nullopt, /*dirty=*/true);
+  CHECK_FALSE(dirty.OnRestored(kOld));
+  CHECK_FALSE(dirty.version().has_value());
+  EngineState paused(std::nullopt);
+  paused.OnPrepare(kNew, kUpdate);
+  CHECK(paused.OnRestored(kOld));
+  CHECK(paused.OnAborted(kNew, /*dirty=*/false));
+  CHECK(paused.version() == kOld);
+}
+
 TEST_CASE("in every phase each answer is taken exactly where it is due") {
   for (const Reached& phase : Phases()) {
     INFO(phase.phase);

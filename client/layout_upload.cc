@@ -32,7 +32,7 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
 
   void Cancel() { context_.TryCancel(); }
 
-  absl::Status Wait(TimePoint deadline) {
+  absl::StatusOr<v1::LayoutRegistered> Wait(TimePoint deadline) {
     MutexLock lock(&mutex_);
     while (!done_) {
       if (cond_.WaitUntil(&mutex_, deadline) || done_) continue;
@@ -40,7 +40,8 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
       return Error(absl::StatusCode::kDeadlineExceeded,
                    "RegisterLayout: no answer from the daemon");
     }
-    return status_;
+    REFITD_RETURN_IF_ERROR(status_);
+    return response_;
   }
 
  private:
@@ -76,35 +77,39 @@ class Upload final : public grpc::ClientWriteReactor<v1::LayoutChunk> {
 
 }  // namespace
 
-absl::Status UploadLayout(const StartUpload& start, std::vector<v1::LayoutChunk> chunks,
-                          TimePoint deadline, const std::stop_token& stop) {
+absl::StatusOr<v1::LayoutRegistered> UploadLayout(const StartUpload& start,
+                                                  std::vector<v1::LayoutChunk> chunks,
+                                                  TimePoint deadline, const std::stop_token& stop) {
   auto upload = std::make_shared<Upload>(std::move(chunks));
   upload->Begin(start, deadline, upload);
   const std::stop_callback cancel(stop, [&upload] { upload->Cancel(); });
   return upload->Wait(deadline + kCleanupLimit);
 }
 
-absl::StatusOr<uint64_t> Registration::Upload(Connection* connection, const StartUpload& start,
-                                              Layout layout, const std::stop_token& stop) {
+absl::StatusOr<Registration::Registered> Registration::Upload(Connection* connection,
+                                                              const StartUpload& start,
+                                                              Layout layout,
+                                                              const std::stop_token& stop) {
   REFITD_RETURN_IF_ERROR(connection->ToProto(&layout));
   layout.binding_generation = ++binding_generation_;
-  REFITD_RETURN_IF_ERROR(
-      NameDaemon("RegisterLayout", connection->socket(),
-                 UploadLayout(start, EncodeLayout(layout, connection->lease(), kLayoutChunkBytes),
-                              After(kRegisterLimit + connection->call_margin()), stop)));
-  return layout.binding_generation;
+  const absl::StatusOr<v1::LayoutRegistered> answer =
+      UploadLayout(start, EncodeLayout(layout, connection->lease(), kLayoutChunkBytes),
+                   After(kRegisterLimit + connection->call_margin()), stop);
+  REFITD_RETURN_IF_ERROR(NameDaemon("RegisterLayout", connection->socket(), answer.status()));
+  return Registered{layout.binding_generation, answer->kept()};
 }
 
-absl::StatusOr<uint64_t> Registration::Register(Connection* connection, const StartUpload& start,
-                                                Layout layout) {
+absl::StatusOr<Registration::Registered> Registration::Register(Connection* connection,
+                                                                const StartUpload& start,
+                                                                Layout layout) {
   for (const TensorSpec& tensor : layout.tensors) {
     REFITD_RETURN_IF_ERROR(AboutField(ValidateTensor(tensor), "layout.tensors"));
   }
-  REFITD_ASSIGN_OR_RETURN(const uint64_t generation, Upload(connection, start, layout, {}));
-  if (!keep_) return generation;
+  REFITD_ASSIGN_OR_RETURN(const Registered registered, Upload(connection, start, layout, {}));
+  if (!keep_) return registered;
   layout_regions_ = regions_->Of(layout);
   layout_ = std::move(layout);
-  return generation;
+  return registered;
 }
 
 absl::StatusOr<uint64_t> Registration::RegisterAgain(Connection* connection,
@@ -112,7 +117,8 @@ absl::StatusOr<uint64_t> Registration::RegisterAgain(Connection* connection,
                                                      const std::stop_token& stop) {
   if (!layout_) return uint64_t{0};
   layout_->flips = 0;  // counts those of a lease
-  return Upload(connection, start, *layout_, stop);
+  REFITD_ASSIGN_OR_RETURN(const Registered registered, Upload(connection, start, *layout_, stop));
+  return registered.binding_generation;
 }
 
 }  // namespace refitd::client

@@ -25,8 +25,10 @@ using StartUpload = std::function<void(grpc::ClientContext*, v1::LayoutRegistere
 
 // Sends `chunks` and waits for the daemon's verdict; CANCELLED soon after `stop` was requested.
 // Thread-safe.
-absl::Status UploadLayout(const StartUpload& start, std::vector<v1::LayoutChunk> chunks,
-                          TimePoint deadline, const std::stop_token& stop = {});
+absl::StatusOr<v1::LayoutRegistered> UploadLayout(const StartUpload& start,
+                                                  std::vector<v1::LayoutChunk> chunks,
+                                                  TimePoint deadline,
+                                                  const std::stop_token& stop = {});
 
 // The limit of a registration. An update makes the daemon refuse a registration, never delay it;
 // the time is for checking millions of pieces.
@@ -40,17 +42,21 @@ class Registration {
   Registration(std::shared_ptr<Regions> regions, bool keep)
       : regions_(std::move(regions)), keep_(keep) {}
 
-  // Registers `layout` with the daemon of `connection`; returns the binding generation there.
-  absl::StatusOr<uint64_t> Register(Connection* connection, const StartUpload& start,
-                                    Layout layout);
+  struct Registered {
+    uint64_t binding_generation = 0;
+    bool kept = false;  // LayoutRegistered.kept
+  };
+  // Registers `layout` with the daemon of `connection`.
+  absl::StatusOr<Registered> Register(Connection* connection, const StartUpload& start,
+                                      Layout layout);
   // Registers the kept layout with another daemon; returns the binding generation there, or 0 if no
   // layout is kept. CANCELLED soon after `stop` was requested.
   absl::StatusOr<uint64_t> RegisterAgain(Connection* connection, const StartUpload& start,
                                          const std::stop_token& stop);
 
  private:
-  absl::StatusOr<uint64_t> Upload(Connection* connection, const StartUpload& start, Layout layout,
-                                  const std::stop_token& stop);
+  absl::StatusOr<Registered> Upload(Connection* connection, const StartUpload& start, Layout layout,
+                                    const std::stop_token& stop);
 
   const std::shared_ptr<Regions> regions_;
   const bool keep_;

@@ -214,6 +214,7 @@ absl::StatusOr<client::GroupSpec> GroupSpecOf(const refit_group_spec* given) {
   spec.max_lag = known.max_lag;
   spec.encrypted_data = known.encrypted_data != 0;
   spec.hold_previous_seconds = known.hold_previous_seconds;
+  if (known.keep_seconds != 0) spec.keep_seconds = std::max(known.keep_seconds, 0);
   return spec;
 }
 
@@ -427,6 +428,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   options.held_owner = Text(given.held_owner);
   options.trainer_identity = Text(given.trainer_identity);
   options.dirty = given.dirty != 0;
+  options.restore = given.restore != 0;
   if (given.catch_up != REFIT_CATCH_UP_DEFAULT && given.catch_up != REFIT_CATCH_UP_NEVER) {
     return InvalidField("catch_up", "catch_up is {}", given.catch_up);
   }
@@ -783,6 +785,11 @@ refit_status refit_engine_new_region(refit_engine* engine, int64_t bytes, refit_
   return Guarded({{engine, "engine"}, {region, "region"}}, [&] {
     return Give(engine->engine->NewRegion(bytes), &refit_region::region, region);
   });
+}
+
+refit_status refit_engine_take_kept(refit_engine* engine, int32_t index, refit_arena** arena) {
+  return Guarded({{engine, "engine"}, {arena, "arena"}},
+                 [&] { return Give(engine->engine->TakeKept(index), &refit_arena::arena, arena); });
 }
 
 refit_status refit_engine_add_arena(refit_engine* engine, const refit_arena* arena,

@@ -202,6 +202,9 @@ typedef struct refit_group_spec {
   /* How long after a commit instances with arenas keep the version before in their other side, for
    * refit_trainer_rollback(): the next update is not staged until then. 0 to 604,800. */
   int64_t hold_previous_seconds;
+  /* How many seconds a daemon keeps the arenas of an engine rank whose lease has ended (restore of
+   * refit_engine_options), to 86,400. 0: 600; below 0: not at all. */
+  int32_t keep_seconds;
 } refit_group_spec;
 #define REFIT_GROUP_SPEC_INIT \
   { .struct_size = sizeof(refit_group_spec) }
@@ -617,6 +620,12 @@ typedef struct refit_engine_options {
    * REFIT_CATCH_UP_NEVER the daemon compares the registered memory with it; a difference means that
    * no version is held. */
   uint64_t held_digest;
+  /* Not 0 (in-place delivery): the daemon keeps this rank's arenas for a while when the rank dies
+   * or detaches (keep_seconds of refit_group_spec), and the rank takes up those that it keeps of
+   * this rank's last lease (refit_engine_take_kept()), which are given up when the rank attaches
+   * without this. REFIT_PERMISSION_DENIED: they are kept for another user. Not with
+   * has_held_version or dirty (REFIT_INVALID_ARGUMENT). */
+  int32_t restore;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -646,6 +655,14 @@ refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, 
  * freed. */
 refit_status refit_engine_add_arena(refit_engine* engine, const refit_arena* arena,
                                     refit_region** region);
+
+/* With `restore`: the arena of that number, from 0, of those that the daemon keeps of this rank's
+ * last lease, in the order in which they were added to that engine. Its memory can be read only,
+ * until parameters are registered for the first time: the daemon then compares them with what was
+ * committed, and refit_engine_version() tells whether they are that. If not, the rank holds no
+ * version, and the memory is as good as new. All pieces must lie in these arenas, where they lay
+ * before; what no piece names is not compared. REFIT_NOT_FOUND: the daemon keeps fewer. */
+refit_status refit_engine_take_kept(refit_engine* engine, int32_t index, refit_arena** arena);
 
 /* Registers the parameters of this rank (in-place delivery). Not allowed during an update. If two
  * tensors share their memory (tied weights), give both the same pieces: trainers may push or refit

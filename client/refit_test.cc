@@ -59,6 +59,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_engine_add_memfd(nullptr, 0, 1, &region),
       refit_arena_new(nullptr, 1, &arena),
       refit_engine_add_arena(nullptr, arena, &region),
+      refit_engine_take_kept(nullptr, 0, &arena),
       refit_trainer_abort(nullptr, 1, nullptr),
       refit_engine_hold(nullptr, nullptr),
       refit_joiner_new(nullptr),

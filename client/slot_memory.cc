@@ -122,4 +122,12 @@ absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes,
   return cuda->MakeTwoSided(ordinal, bytes);
 }
 
+absl::StatusOr<std::unique_ptr<TwoSided>> OpenTwoSided(SharedSides sides,
+                                                       const ConnectOptions& options) {
+  if (!OnDevice(options.device)) return OpenHostTwoSided(std::move(sides));
+  REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<CudaMemory> cuda, LoadCuda(options.cuda_library));
+  REFITD_ASSIGN_OR_RETURN(const int ordinal, cuda->DeviceOf(options.device));
+  return cuda->OpenTwoSided(ordinal, std::move(sides));
+}
+
 }  // namespace refitd::client

@@ -69,6 +69,10 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, in
 // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: `bytes`.
 absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes,
                                                        const ConnectOptions& options);
+// Opens such memory of another process. Errors as of MapDeviceSlots; INVALID_ARGUMENT: the
+// descriptors are of other memory.
+absl::StatusOr<std::unique_ptr<TwoSided>> OpenTwoSided(SharedSides sides,
+                                                       const ConnectOptions& options);
 
 }  // namespace refitd::client
 

@@ -847,8 +847,9 @@ absl::Status TrainerImpl::RegisterNow(const Layout& layout, std::shared_ptr<Core
   *core = LastLease();
   REFITD_RETURN_IF_ERROR((*core)->stream->status());
   REFITD_ASSIGN_OR_RETURN(
-      (*core)->binding_generation,
+      const Registration::Registered registered,
       registration_.Register((*core)->connection.get(), (*core)->Uploader(), layout));
+  (*core)->binding_generation = registered.binding_generation;
   return absl::OkStatus();
 }
 

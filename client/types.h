@@ -46,6 +46,9 @@ struct GroupSpec {
   // How long after a commit instances with arenas keep the version before in their other side, for
   // Trainer::Rollback: the next update is not staged until then. 0 to 604,800.
   int64_t hold_previous_seconds = 0;
+  // How many seconds a daemon keeps the arenas of an engine rank whose lease has ended, if it
+  // attached with EngineOptions::restore: 0 to 86,400; 0: not at all.
+  int keep_seconds = 600;
 };
 
 // Certificates for a daemon over TCP: paths of PEM files. They are read for each lease anew.

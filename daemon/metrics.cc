@@ -27,6 +27,8 @@ constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "ver
 constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "exchange"};
 // The names of FillEnd's values, in their order.
 constexpr std::array<std::string_view, 3> kCatchUpEndNames = {"committed", "gave_way", "failed"};
+// Of what ranks took up: it held its version, or not.
+constexpr std::array<std::string_view, 2> kRestoreNames = {"unchanged", "changed"};
 
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
@@ -152,6 +154,12 @@ void Metrics::InstanceEvicted(const std::string& group, std::string_view reason)
   if (counts != nullptr) ++counts->evictions[IndexOf(reason)];
 }
 
+void Metrics::Restored(const std::string& group, bool unchanged) {
+  MutexLock lock(&mutex_);
+  GroupCounts* counts = Find(group);
+  if (counts != nullptr) ++counts->restores[unchanged ? 0 : 1];
+}
+
 void Metrics::GroupGone(const std::string& group) {
   MutexLock lock(&mutex_);
   groups_.erase(group);
@@ -212,6 +220,13 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
   families->Counter("refitd_flip_backs_total",
                     "Instances with arenas that were told to flip back to the version before.",
                     {{"group", group}}, counts.flip_backs);
+  for (size_t i = 0; i < kRestoreNames.size(); ++i) {
+    families->Counter("refitd_restores_total",
+                      "Engine ranks that took up the arenas of the rank before them, by whether "
+                      "these held its version still.",
+                      {{"group", group}, {"result", std::string(kRestoreNames[i])}},
+                      counts.restores[i]);
+  }
   families->Counter("refitd_integrity_failures_total",
                     "Times that verification found other bytes than were meant.",
                     {{"group", group}}, counts.integrity_failures);
@@ -335,6 +350,30 @@ void Metrics::Show(const v1::GetStatusResponse& status, Families* families) {
                   resources.region_bytes());
   families->Gauge("refitd_pool_bytes", "Bytes of staging pools.", {}, resources.pool_bytes());
   for (const v1::GroupStatus& group : status.groups()) Show(group, families);
+  ShowArenas(status, families);
+}
+
+void Metrics::ShowArenas(const v1::GetStatusResponse& status, Families* families) {
+  std::map<std::tuple<std::string, bool, bool>, int64_t> bytes;  // by group, kept, back
+  for (const v1::GroupStatus& group : status.groups()) {
+    for (const bool kept : {false, true}) {
+      for (const bool back : {false, true}) bytes[{group.name(), kept, back}] = 0;
+    }
+  }
+  for (const v1::ArenaStatus& arena : status.arenas()) {
+    bytes[{arena.group(), arena.kept(), false}] += arena.front_bytes();
+    bytes[{arena.group(), arena.kept(), true}] += arena.back_bytes();
+  }
+  for (const auto& [of, sum] : bytes) {
+    const auto& [group, kept, back] = of;
+    families->Gauge("refitd_arena_bytes",
+                    "Bytes of arenas, by side, and by owner: an attached engine rank, or none "
+                    "while they are kept for the next.",
+                    {{"group", group},
+                     {"owner", kept ? "kept" : "attached"},
+                     {"side", back ? "back" : "front"}},
+                    sum);
+  }
 }
 
 std::vector<MetricFamily> Metrics::Collect(

@@ -53,6 +53,7 @@ class Metrics : public DaemonObserver {
   void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) override;
   void IntegrityFailure(const std::string& group) override;
   void InstanceEvicted(const std::string& group, std::string_view reason) override;
+  void Restored(const std::string& group, bool unchanged) override;
   void GroupGone(const std::string& group) override;
 
   // Everything that a scrape shows, with the state that `status` returns. A group of `status` that
@@ -79,6 +80,7 @@ class Metrics : public DaemonObserver {
     std::array<uint64_t, kPushMethods.size()> pushed_bytes{};
     std::array<uint64_t, kMoves> moved_bytes{};
     std::array<uint64_t, kCatchUpEnds> catch_ups{};
+    std::array<uint64_t, 2> restores{};  // unchanged, changed
     uint64_t catch_up_bytes = 0;
     uint64_t integrity_failures = 0;
     uint64_t rollbacks = 0;  // committed
@@ -90,6 +92,7 @@ class Metrics : public DaemonObserver {
   class Families;
   static void Show(const std::string& group, const GroupCounts& counts, Families* families);
   static void Show(const v1::GroupStatus& group, Families* families);
+  static void ShowArenas(const v1::GetStatusResponse& status, Families* families);
   static void ShowInstances(const v1::GroupStatus& group, Families* families);
   static void Show(const v1::GetStatusResponse& status, Families* families);
 

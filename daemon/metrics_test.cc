@@ -76,6 +76,7 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   metrics.IntegrityFailure("policy");
   metrics.CatchUpEnded("policy", CatchUpEnd::kCommitted, 300, seconds(2));
   metrics.CatchUpEnded("policy", CatchUpEnd::kGaveWay, 0, seconds(1));
+  for (const bool unchanged : {true, false, true}) metrics.Restored("policy", unchanged);
   const std::string text = TextOf(metrics);
   INFO(text);
   const auto value = [&](const std::string& series) { return ValueOf(text, series); };
@@ -93,6 +94,8 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value(R"(refitd_integrity_failures_total{group="policy"})") == "1");
   CHECK(value(R"(refitd_rollbacks_total{group="policy"})") == "1");
   CHECK(value(R"(refitd_flip_backs_total{group="policy"})") == "3");
+  CHECK(value(R"(refitd_restores_total{group="policy",result="unchanged"})") == "2");
+  CHECK(value(R"(refitd_restores_total{group="policy",result="changed"})") == "1");
   CHECK(value(R"(refitd_catch_ups_total{group="policy",result="committed"})") == "1");
   CHECK(value(R"(refitd_catch_ups_total{group="policy",result="gave_way"})") == "1");
   CHECK(value(R"(refitd_catch_ups_total{group="policy",result="failed"})") == "0");
@@ -189,6 +192,13 @@ v1::GetStatusResponse SomeStatus() {
   for (const char* state : {"free", "free", "leased"}) group->add_slots()->set_state(state);
   v1::GroupStatus* fresh = status.add_groups();
   fresh->set_name("fresh");
+  for (const bool kept : {false, true, true}) {
+    v1::ArenaStatus* arena = status.add_arenas();
+    arena->set_group("policy");
+    arena->set_front_bytes(100);
+    arena->set_back_bytes(102);
+    arena->set_kept(kept);
+  }
   return status;
 }
 
@@ -306,6 +316,11 @@ TEST_CASE("A scrape shows the node's state and the process's use") {
   CHECK(value("refitd_uptime_seconds") == "12.5");
   CHECK(value("refitd_serving") == "1");
   CHECK(value("refitd_region_bytes") == "4096");
+  const std::string arenas = R"(refitd_arena_bytes{group="policy",owner=)";
+  CHECK(value(arenas + R"("attached",side="front"})") == "100");
+  CHECK(value(arenas + R"("kept",side="front"})") == "200");
+  CHECK(value(arenas + R"("kept",side="back"})") == "204");
+  CHECK(value(R"(refitd_arena_bytes{group="fresh",owner="kept",side="back"})") == "0");
   CHECK(value(R"(refitd_committed_version{group="policy"})") == "41");
   CHECK(value(R"(refitd_update_running{group="policy"})") == "1");
   CHECK(value(R"(refitd_leases{group="policy",role="trainer"})") == "2");

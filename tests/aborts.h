@@ -12,20 +12,23 @@
 
 namespace refitd {
 
-// Runs `body` in a child process, which has no standard error. The caller must have one thread.
-inline bool Aborts(const std::function<void()>& body) {
+// Runs `body` in a child process, which has no standard error; true: that signal ended the child.
+// The caller must have one thread.
+inline bool EndsBy(int expected, const std::function<void()>& body) {
   const pid_t pid = fork();
   REFITD_CHECK(pid >= 0);
   if (pid == 0) {
     close(STDERR_FILENO);
-    signal(SIGABRT, SIG_DFL);  // Catch2 would report the signal as the test's failure
+    signal(expected, SIG_DFL);  // Catch2 would report the signal as the test's failure
     body();
     _exit(0);
   }
   int status = 0;
   REFITD_CHECK(waitpid(pid, &status, 0) == pid);
-  return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
+  return WIFSIGNALED(status) && WTERMSIG(status) == expected;
 }
+
+inline bool Aborts(const std::function<void()>& body) { return EndsBy(SIGABRT, body); }
 
 }  // namespace refitd
 

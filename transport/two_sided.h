@@ -14,6 +14,13 @@
 
 namespace refitd {
 
+// Descriptors of the sides of two-sided memory that another process made.
+struct SharedSides {
+  UniqueFd front;
+  UniqueFd back;
+  int64_t bytes = 0;  // of each
+};
+
 class TwoSided {
  public:
   virtual ~TwoSided() = default;
@@ -26,6 +33,9 @@ class TwoSided {
   int64_t bytes() const { return bytes_; }
   // A new descriptor of a side, by which other processes map it.
   virtual absl::StatusOr<UniqueFd> Share(bool back) const = 0;
+  // Lets this process write at data(): where the memory was opened by descriptors of another
+  // process, it can only be read before. It is not flipped before, either.
+  virtual absl::Status AllowWrites() = 0;
   // Makes the other side equal to the mapped one, on which all work must have ended. Waits until
   // the bytes are there.
   virtual absl::Status CopyToBack() = 0;

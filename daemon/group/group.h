@@ -77,6 +77,9 @@ inline constexpr int kMaxNamePatterns = 64;
 inline constexpr int64_t kMaxLag = 1'000'000'000;
 // The largest GroupSpec::hold_previous_seconds: a week.
 inline constexpr int64_t kMaxHoldPreviousSeconds = int64_t{7} * 24 * 3600;
+// GroupSpec::keep_seconds where a spec does not say, and the largest.
+inline constexpr int kDefaultKeepSeconds = 600;
+inline constexpr int kMaxKeepSeconds = 86'400;
 // How many instances give at a time in one catch-up. Planning, comparing and the set of daemons
 // that must stay up grow with their number, while from a few source instances on a late instance's
 // own link is the limit.
@@ -106,6 +109,8 @@ struct GroupSpec {
   // How long after a commit shadowed instances keep the version before in their backs: the next
   // update is not staged until then. 0 to kMaxHoldPreviousSeconds.
   int64_t hold_previous_seconds = 0;
+  // How long daemons keep the arenas of an engine rank whose lease has ended; 0: not at all.
+  int keep_seconds = kDefaultKeepSeconds;
   bool operator==(const GroupSpec&) const = default;
 };
 // Whether both are equal apart from trainer_ranks, which the attaching trainers decide.

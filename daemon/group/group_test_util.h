@@ -128,9 +128,12 @@ class TestGroup {
                         int rank = 0, int world_size = 1, bool catch_up = false) {
     EngineIdentity who{instance, rank, world_size, DeliveryMode::kInPlace, 2000 + rank, {}, {}};
     who.catch_up = catch_up;
+    return ShadowedRank(std::move(who), LayoutOf(tensors, rank, world_size));
+  }
+  MemberId ShadowedRank(EngineIdentity who, std::shared_ptr<const Layout> layout) {
     const MemberId id = AttachEngine(std::move(who));
     engines[id].shadowed = true;
-    LayoutRegistered e{id, LayoutOf(tensors, rank, world_size)};
+    LayoutRegistered e{id, std::move(layout)};
     e.shadowed = true;
     engines[id].layout = e.layout;
     Do(std::move(e));

@@ -502,8 +502,10 @@ std::string Membership::WhyKeptOut(NodeId node) const {
 
 // The verification of an update whose first rank names none; it holds for all ranks. A default that
 // the operator configured, other than kReadback, stays. With engines on GPUs, the copy itself
-// compares what it stored; read-back is kept for updates in which an engine rank takes its first
-// version. With members on other daemons it is unknown which memory is on GPUs: all is read back.
+// compares what it stored, so that their pause is shorter; read-back is kept for updates in which
+// an engine rank takes its first version, and where all of them are shadowed: no pause holds it,
+// and its digest is what a rank is known by that takes another's place. With members on other
+// daemons it is unknown which memory is on GPUs: all is read back.
 Verification Membership::DefaultVerification(Verification configured) const {
   if (configured != Verification::kReadback) return configured;
   bool devices = false;
@@ -512,7 +514,7 @@ Verification Membership::DefaultVerification(Verification configured) const {
     if (member.node != NodeId()) return Verification::kReadback;
     if (!member.engine) continue;
     if (!member.updated) return Verification::kReadback;
-    devices = devices || member.on_device;
+    devices = devices || (member.on_device && !member.shadowed);
   }
   return devices ? Verification::kTransfer : Verification::kReadback;
 }

@@ -69,6 +69,22 @@ TEST_CASE("a shadowed instance serves its version until the next one is staged")
   REQUIRE(g.committed.size() == 2);
 }
 
+TEST_CASE("a version is read back on GPUs too where no pause holds that: all are shadowed") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  EngineIdentity who{"shadowed", 0, 1, DeliveryMode::kInPlace, 1, {}, {}};
+  who.on_device = true;
+  g.ShadowedRank(who, LayoutOf(kModel));
+  g.Install(trainer, 1, kModel);
+  g.Install(trainer, 2, kModel);
+  CHECK(g.assembled->verification == Verification::kReadback);
+  who.instance = "in_place";
+  g.Register(g.AttachEngine(who), LayoutOf(kModel));
+  g.Install(trainer, 3, kModel);  // the first version of a rank
+  g.Install(trainer, 4, kModel);
+  CHECK(g.assembled->verification == Verification::kTransfer);
+}
+
 TEST_CASE("a shadowed instance is not written before every node was sent the update") {
   TestGroup g;
   g.announces = false;

@@ -47,6 +47,8 @@ absl::StatusOr<GroupSpec> AcceptedSpec(const v1::GroupSpec& message) {
   REFITD_RETURN_IF_ERROR(InRange(message.max_lag(), 0, kMaxLag, "accepted.spec.max_lag"));
   REFITD_RETURN_IF_ERROR(InRange(message.hold_previous_seconds(), 0, kMaxHoldPreviousSeconds,
                                  "accepted.spec.hold_previous_seconds"));
+  REFITD_RETURN_IF_ERROR(
+      InRange(message.keep_seconds(), 0, kMaxKeepSeconds, "accepted.spec.keep_seconds"));
   return SpecOf(message);
 }
 
@@ -69,6 +71,7 @@ GroupSpec SpecOf(const v1::GroupSpec& message) {
   spec.max_lag = message.max_lag();
   spec.encrypted_data = message.encrypted_data();
   spec.hold_previous_seconds = message.hold_previous_seconds();
+  if (message.has_keep_seconds()) spec.keep_seconds = message.keep_seconds();
   return spec;
 }
 
@@ -81,6 +84,7 @@ v1::GroupSpec SpecToProto(const GroupSpec& spec, bool lists) {
   message.set_max_lag(spec.max_lag);
   message.set_encrypted_data(spec.encrypted_data);
   message.set_hold_previous_seconds(spec.hold_previous_seconds);
+  message.set_keep_seconds(spec.keep_seconds);
   if (!lists) return message;
   for (const std::string& name : spec.engine_only_tensors) message.add_engine_only_tensors(name);
   for (const std::string& name : spec.unwanted_tensors) message.add_unwanted_tensors(name);

@@ -627,7 +627,7 @@ TEST_CASE("What a group was taken in with arrives as it was sent") {
     LinkUp up;
     Fill(rng, &up.version);
     up.incarnation = rng() | 1;
-    up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}, {}, i, i % 2 == 0};
+    up.spec = {2, 1, 1 << 20, 4, {"a", "b.c"}, {}, i, i % 2 == 0, 10 * i};
     up.coordinator_id = "node-0";
     auto there = AcceptedFromProto(AcceptedToProto(up, kMessageBytes));
     REQUIRE(there.ok());

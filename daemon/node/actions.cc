@@ -7,6 +7,7 @@
 
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
+#include "daemon/node/restore.h"
 #include "daemon/node/state.h"
 #include "daemon/process/log.h"
 
@@ -142,7 +143,11 @@ struct Performer {
     if (!call.has_value()) return;
     if (call->layout.has_value()) {
       MemberRecord* member = Find(call->layout->member);
-      if (a.status.ok() && member != nullptr) member->layout = std::move(call->layout->layout);
+      if (a.status.ok() && member != nullptr) {
+        member->Register(std::move(call->layout->layout), call->layout->digest,
+                         call->layout->content);
+        EndRestore(state, member, lock);
+      }
     }
     lock.Answer([reply = std::move(call->reply), status = std::move(a.status),
                  payload = std::move(a.payload)] { reply(status, payload); });
@@ -159,6 +164,15 @@ struct Performer {
     if (member != nullptr && member->layout != nullptr && !member->layout->backs.empty()) {
       ++member->flips;
     }
+    if (member != nullptr && member->engine) {
+      member->holds.reset();
+      if (a.digest != 0) member->holds = {a.version, a.incarnation, a.owner, a.digest};
+    }
+    Deliver(a.member, a);
+  }
+  void operator()(SendAborted& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
+    MemberRecord* const member = Find(a.member);
+    if (member != nullptr && a.dirty) member->holds.reset();
     Deliver(a.member, a);
   }
   // The action itself is the news that is sent to the member.
@@ -205,7 +219,7 @@ struct Performer {
   }
   void operator()(WelcomeMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
     MemberRecord* member = Find(a.member);
-    if (member != nullptr) SendWelcome(state, group, member);
+    if (member != nullptr) SendWelcome(state, group, member, lock);
   }
   void operator()(StateChanged&) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
     const TimePoint now = DaemonState::Now();

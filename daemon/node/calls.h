@@ -43,6 +43,8 @@ class Calls {
   struct PendingLayout {
     MemberId member;
     std::shared_ptr<const Layout> layout;
+    uint64_t digest = 0;                // of its structure
+    std::optional<uint64_t> content{};  // LayoutRegistered::content; nullopt: not read
   };
   struct Call {
     std::string group;

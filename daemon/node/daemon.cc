@@ -12,6 +12,7 @@
 #include "daemon/node/operators.h"
 #include "daemon/node/peer_client.h"
 #include "daemon/node/peer_server.h"
+#include "daemon/node/restore.h"
 #include "daemon/process/log.h"
 #include "transport/base/status.h"
 
@@ -86,6 +87,7 @@ TimePoint Daemon::NextWake() {
   wake = std::min(wake, state_.groups.NextDeadline().value_or(wake));
   wake = std::min(wake, peer_client_.NextExpiry().value_or(wake));
   wake = std::min(wake, state_.sessions.NextDeadline().value_or(wake));
+  wake = std::min(wake, state_.kept.NextEnd().value_or(wake));
   wake = std::min(wake, state_.watchers.NextLook().value_or(wake));
   if (state_.groups.any_running()) {
     wake = std::min(wake, state_.watchers.NextProgress().value_or(wake));
@@ -113,6 +115,9 @@ void Daemon::TickDue(StateLock& lock, TimePoint now) {
   peer_client_.RefuseLateMembers(now, lock);
   peer_client_.RedialIfDue(now);
   DropExpiredGroups(state_, now, lock);
+  GiveUpKept(
+      state_, [now](const KeptRank& kept) { return kept.until <= now; }, "keep_seconds have passed",
+      lock);
   if (state_.watchers.NextLook().value_or(TimePoint::max()) <= now) state_.watchers.Look(now);
   if (!state_.watchers.empty()) state_.watchers.Progress(state_.groups.machines(), now);
 }
@@ -159,6 +164,8 @@ void Daemon::Finish(TimePoint deadline) {
   LoseMembers(
       state_, [](const MemberRecord&) { return true; }, absl::UnavailableError("the daemon stops"),
       lock);
+  GiveUpKept(
+      state_, [](const KeptRank& /*any*/) { return true; }, "the daemon stops", lock);
   EndLinks();
   state_.watchers.EndAll(absl::UnavailableError("the daemon stops"));
 }

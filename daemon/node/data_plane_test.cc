@@ -131,6 +131,7 @@ class Moved : public DaemonObserver {
   }
   void IntegrityFailure(const std::string& /*group*/) override {}
   void InstanceEvicted(const std::string& /*group*/, std::string_view /*reason*/) override {}
+  void Restored(const std::string& /*group*/, bool /*unchanged*/) override {}
   void GroupGone(const std::string& /*group*/) override {}
   std::atomic<int64_t> copied{0};
   std::atomic<int64_t> broadcast{0};

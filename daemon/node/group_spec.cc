@@ -57,6 +57,7 @@ absl::StatusOr<GroupSpec> CheckSpec(GroupSpec wanted, const SpecLimits& limits) 
   REFITD_RETURN_IF_ERROR(CheckField(wanted.max_lag, 0, kMaxLag, "max_lag"));
   REFITD_RETURN_IF_ERROR(CheckField(wanted.hold_previous_seconds, 0, kMaxHoldPreviousSeconds,
                                     "hold_previous_seconds"));
+  REFITD_RETURN_IF_ERROR(CheckField(wanted.keep_seconds, 0, kMaxKeepSeconds, "keep_seconds"));
   wanted.min_instances = std::max(1, wanted.min_instances);
   if (wanted.slot_bytes == 0) wanted.slot_bytes = limits.default_slot_bytes;
   if (wanted.slots == 0) wanted.slots = limits.default_slots;
@@ -81,15 +82,16 @@ absl::Status CheckSameSpec(const std::string& group, GroupSpec wanted, const Gro
 
 absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, const GroupSpec& spec) {
   if (EqualButTrainers(has, spec)) return absl::OkStatus();
-  return Error(
-      absl::StatusCode::kFailedPrecondition,
-      "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
-      "and {} unwanted tensors, max_lag {}, encrypted_data {}, hold_previous_seconds {}; this one "
-      "says {}, {}, {}, {}, {}, {}, {}, {}",
-      group, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
-      has.unwanted_tensors.size(), has.max_lag, has.encrypted_data, has.hold_previous_seconds,
-      spec.min_instances, spec.slot_bytes, spec.slots, spec.engine_only_tensors.size(),
-      spec.unwanted_tensors.size(), spec.max_lag, spec.encrypted_data, spec.hold_previous_seconds);
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
+               "and {} unwanted tensors, max_lag {}, encrypted_data {}, hold_previous_seconds {}, "
+               "keep_seconds "
+               "{}; this one says {}, {}, {}, {}, {}, {}, {}, {}, {}",
+               group, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
+               has.unwanted_tensors.size(), has.max_lag, has.encrypted_data,
+               has.hold_previous_seconds, has.keep_seconds, spec.min_instances, spec.slot_bytes,
+               spec.slots, spec.engine_only_tensors.size(), spec.unwanted_tensors.size(),
+               spec.max_lag, spec.encrypted_data, spec.hold_previous_seconds, spec.keep_seconds);
 }
 
 absl::Status CheckEncryption(const std::string& group, const GroupSpec& spec,

@@ -60,6 +60,9 @@ TEST_CASE("a bad field of a spec is named with its value (P10)") {
              Contains("spec.hold_previous_seconds: -1 is not in 0..604800"));
   CHECK_THAT(refused([](auto* w) { w->hold_previous_seconds = 604'801; }),
              Contains("spec.hold_previous_seconds"));
+  CHECK_THAT(refused([](auto* w) { w->keep_seconds = -1; }),
+             Contains("spec.keep_seconds: -1 is not in 0..86400"));
+  CHECK_THAT(refused([](auto* w) { w->keep_seconds = 86'401; }), Contains("spec.keep_seconds"));
   CHECK_THAT(refused([](auto* w) { w->unwanted_tensors = {""}; }),
              Contains("spec.unwanted_tensors: a name is empty"));
   const auto many = [](std::vector<std::string>* names) {
@@ -92,6 +95,10 @@ TEST_CASE("a spec equals the group's where it leaves slots to the default, and o
   GroupSpec lenient = known;
   lenient.max_lag = 3;
   CHECK_THAT(std::string(CheckEqualSpec("g", known, lenient).message()), Contains("max_lag 0"));
+  GroupSpec keeps_nothing = known;
+  keeps_nothing.keep_seconds = 0;
+  CHECK_THAT(std::string(CheckEqualSpec("g", known, keeps_nothing).message()),
+             Contains("keep_seconds 600"));
   trainers.slots = 5;
   CHECK_THAT(std::string(CheckEqualSpec("g", known, trainers).message()),
              Contains("slots 7") && Contains("this one says 1, 8192, 5"));

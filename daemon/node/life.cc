@@ -13,6 +13,7 @@
 
 #include "daemon/node/group_spec.h"
 #include "daemon/node/identities.h"
+#include "daemon/node/restore.h"
 #include "daemon/process/log.h"
 #include "proto/protocol.h"
 #include "transport/base/status.h"
@@ -137,6 +138,9 @@ void DropRecord(DaemonState& state, const std::string& name, std::string_view wh
 
 void DropGroup(DaemonState& state, const std::string& name, std::string_view why, StateLock& lock) {
   DropRecord(state, name, why, lock);
+  GiveUpKept(
+      state, [&name](const KeptRank& kept) { return kept.group == name; },
+      "their group was deleted", lock);
   state.sessions.EndGroup(name, absl::AbortedError("the group was deleted"));
   state.watchers.Forget(name);
 }
@@ -298,8 +302,16 @@ void MakeSlotsFor(DaemonState& state, MemberId id, const GroupRecord& group) {
       });
 }
 
-void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member) {
+void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member, StateLock& lock) {
   AuditAttach(state, *member);
+  TakeKept(state, member, lock);
+  std::optional<KeptNews> kept;
+  if (member->kept.has_value()) {
+    kept = KeptNews{member->kept->content, {}};
+    for (const KeptRank::Arena& arena : member->kept->arenas) {
+      kept->region_bytes.push_back(arena.front.memory.bytes);
+    }
+  }
   // A follower knows the incarnation once it has joined.
   member->incarnation = group->machine->incarnation();
   const GroupLimits& limits = state.options.group;
@@ -316,7 +328,8 @@ void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member) {
                                  .slot_bytes = group->machine->spec().slot_bytes,
                                  .slots = group->machine->spec().slots,
                                  .version = group->machine->version(),
-                                 .content = group->machine->content()});
+                                 .content = group->machine->content(),
+                                 .kept = std::move(kept)});
 }
 
 // ---- leases ----
@@ -347,6 +360,7 @@ absl::StatusOr<MemberRecord*> Authenticate(DaemonState& state, const Caller& cal
 void LoseMember(DaemonState& state, MemberRecord* member, const std::string& reason,
                 absl::Status end, StateLock& lock) {
   if (!state.members.Lose(member)) return;
+  if (member->engine) KeepArenas(state, member, lock);
   member->End(std::move(end));
   if (member->watch != WatchHandle()) state.processes.Cancel(member->watch);
   // The record may be erased while the event is handled.

@@ -78,7 +78,7 @@ void EnterWaiting(DaemonState& state, PendingAttaches::OfGroup waited, StateLock
 void MakeSlotsFor(DaemonState& state, MemberId member, const GroupRecord& group)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // Sends the member its token, once the group's machine has taken the member in.
-void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member)
+void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
 // The member whose lease the caller presents. Errors name the lease's field.

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "daemon/node/sinks.h"
@@ -15,6 +16,8 @@
 #include "daemon/sockets/process_watch.h"
 #include "proto/protocol.h"
 #include "transport/base/ids.h"
+#include "transport/base/mutex.h"
+#include "transport/base/unique_fd.h"
 #include "transport/host/memory.h"
 #include "transport/plan/layout.h"
 #include "transport/transport.h"
@@ -50,10 +53,39 @@ struct RegionRecord {
   MemorySpan memory;  // keep_alive is the mapping
   Access access = Access::kReadOnly;
   bool on_device = false;
+  // The member's descriptor, if the daemon was asked to keep it; null: it was closed.
+  std::shared_ptr<const UniqueFd> descriptor{};
   // The same string for all regions of the same memory: the memfd's device and inode, or the
   // block's address. (A VMM allocation that is registered twice is mapped twice and not
   // recognised.)
   std::string identity;
+};
+
+// The arenas of an engine rank whose lease has ended (kept_arenas.h).
+struct KeptRank {
+  struct Arena {
+    RegionRecord front;
+    RegionRecord back;
+  };
+
+  std::string group;
+  std::string instance;
+  int rank = 0;
+  int world_size = 1;
+  std::string device;
+  std::optional<int> ordinal;  // of the GPU; none: host memory
+  PeerCredentials process;     // that had them; its pidfd is known
+  uint64_t layout_digest = 0;  // of the structure that was registered
+  HeldContent content;         // of the fronts
+  std::vector<Arena> arenas;   // in the order of Layout::backs
+  TimePoint until;
+
+  // Of both sides.
+  int64_t bytes() const {
+    int64_t bytes = 0;
+    for (const Arena& arena : arenas) bytes += arena.front.memory.bytes + arena.back.memory.bytes;
+    return bytes;
+  }
 };
 
 struct MemberRecord {
@@ -69,13 +101,21 @@ struct MemberRecord {
   std::optional<int> ordinal;  // ordinal of its GPU; none: its memory is on the host
   std::string instance;        // engines
   int rank = 0;
-  // Engines: the rank claims a version, and its memory can be read, to be compared with the digest
-  // that came with the claim, when its first layout is registered.
-  bool claims = false;
+  int world_size = 1;  // engines
+  // Engines: the rank claims a version, and its memory can be read, to be compared with the claim
+  // when its first layout is registered.
+  std::optional<HeldContent> claims{};
+  // Engines: the rank takes up what is kept of it (EngineHello.restore).
+  bool restores = false;
+  // What was kept of the rank, until its first layout was compared with it.
+  std::optional<KeptRank> kept{};
+  // Engines: what the registered memory holds, as this daemon saw it verified last.
+  std::optional<HeldContent> holds{};
   bool reads_slots = false;          // engines: follows from the mode of delivery (ReadsSlots)
   std::shared_ptr<MemberSink> sink;  // null: the stream has ended
   std::map<RegionId, RegionRecord> regions;
   std::shared_ptr<const Layout> layout;
+  uint64_t layout_digest = 0;
   // Engines: how often commits have exchanged regions and backs, in this lease.
   uint64_t flips = 0;
   uint64_t incarnation = 0;  // the group's when the member attached
@@ -96,6 +136,18 @@ struct MemberRecord {
       if (pair.region == region) return pair.back;
     }
     return region;
+  }
+  // The group has the layout. `content`: the digest of its memory, if the daemon has read it.
+  void Register(std::shared_ptr<const Layout> registered, uint64_t digest,
+                std::optional<uint64_t> content) {
+    if (layout == nullptr) {
+      const bool found = claims.has_value() && content == std::optional(claims->digest);
+      holds = found ? claims : std::nullopt;
+    } else if (digest != layout_digest) {
+      holds.reset();
+    }
+    layout = std::move(registered);
+    layout_digest = digest;
   }
   // Ends the member's stream, unless it has ended already.
   void End(absl::Status status) {

@@ -6,6 +6,7 @@
 #include "daemon/node/group_spec.h"
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
+#include "daemon/node/restore.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 
@@ -106,6 +107,9 @@ MemberId MemberAttach::Attach(Arrival arrival) {
 
 void MemberAttach::Attach(Arrival arrival, StateLock& lock) {
   const std::string name = arrival.record.group;
+  if (absl::Status claimed = ClaimKept(state_, &arrival); !claimed.ok()) {
+    return arrival.record.End(std::move(claimed));
+  }
   const std::string coordinator = peer_client_.CoordinatorOf(arrival.coordinator);
   if (const auto* engine = std::get_if<EngineIdentity>(&arrival.identity)) {
     state_.watchers.Arrived(name, *engine, DaemonState::Now());

@@ -75,6 +75,7 @@ class MemberCalls {
     uint64_t digest = 0;
     int64_t pieces = 0;
     int64_t bytes = 0;
+    bool kept = false;  // the memory is what was kept of the rank, unchanged
   };
   using LayoutReply = std::function<void(const absl::StatusOr<RegisteredLayout>&)>;
   // Replies once, as a ReplyFunction does: OK when the group's coordinator has the layout. If the

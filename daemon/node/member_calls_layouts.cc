@@ -25,6 +25,9 @@ std::shared_ptr<const Layout> Counted(Layout layout, ByteLedger::Hold hold) {
   return {both, &both->layout};
 }
 
+// A digest that no memory with that digest has, and that is not 0.
+uint64_t OtherThan(uint64_t digest) { return digest == 1 ? 2 : 1; }
+
 }  // namespace
 
 absl::Status MemberCalls::CheckLease(const Caller& caller, bool engine) {
@@ -147,12 +150,16 @@ void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine,
 // Gives the layout to the group. If the rank claims a version, its memory was read before:
 // `content`.
 void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
-  const RegisteredLayout registered{
-      r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()), r.layout->Bytes()};
+  RegisteredLayout registered{r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()),
+                              r.layout->Bytes()};
   StateLock lock(&state_.mutex);
   const absl::StatusOr<const MemberRecord*> member = AdmitLayout(r.caller, r.engine, *r.layout);
   absl::Status status = member.status();
-  const bool first = status.ok() && (*member)->claims && (*member)->layout == nullptr;
+  const bool first = status.ok() && (*member)->claims.has_value() && (*member)->layout == nullptr;
+  const bool restores = first && (*member)->kept.has_value();
+  if (restores && (*member)->kept->layout_digest != registered.digest) {
+    content = OtherThan((*member)->claims->digest);
+  }
   if (first && !content.has_value()) {
     status = ReadContent(**member, r);
     if (status.ok()) return;
@@ -163,13 +170,14 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   }
   const std::string group = (*member)->group;
   const MemberId id = (*member)->id;
+  registered.kept = restores && content == std::optional((*member)->claims->digest);
   state_.calls.Add(r.call,
                    {group,
                     [reply = r.reply, registered](const absl::Status& answer, const ReplyPayload&) {
                       if (answer.ok()) return reply(registered);
                       reply(answer);
                     },
-                    nullptr, Calls::PendingLayout{id, r.layout}});
+                    nullptr, Calls::PendingLayout{id, r.layout, registered.digest, content}});
   lock.Handle(group, LayoutRegistered{id, r.layout, r.call, registered.digest, content.value_or(0),
                                       !r.layout->backs.empty()});
 }

@@ -1,5 +1,6 @@
 #include "daemon/node/member_memory.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -13,6 +14,7 @@
 
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
+#include "daemon/process/log.h"
 #include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
@@ -55,6 +57,12 @@ absl::StatusOr<struct stat> LookAt(const UniqueFd& fd) {
   return file;
 }
 
+absl::StatusOr<UniqueFd> Duplicate(const UniqueFd& fd) {
+  UniqueFd copy(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
+  if (!copy.valid()) return ErrnoError(errno, "duplicating a descriptor");
+  return copy;
+}
+
 // Whether the first `bytes` of the memfd have pages. The daemon must not fill in pages that the
 // owner never touched, since they would be charged to the daemon.
 bool HasPages(const struct stat& file, int64_t bytes) {
@@ -84,7 +92,7 @@ absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOri
   std::shared_ptr<const Mapping> mapping = Find(key, bytes);
   if (mapping == nullptr) {
     auto made = std::make_shared<Mapping>();
-    REFITD_ASSIGN_OR_RETURN(made->hold, state_.mapped.Take(identity, bytes));
+    REFITD_ASSIGN_OR_RETURN(made->hold, Count(identity, bytes));
     REFITD_ASSIGN_OR_RETURN(made->region,
                             HostRegion::Map(fd, bytes, access, HasPages(file, bytes)));
     Keep(key, made);
@@ -92,6 +100,26 @@ absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOri
   }
   return MemorySpan{mapping->region->data(), bytes, mapping,
                     MemoryOrigin{MemoryOrigin::Kind::kFile, file.st_dev, file.st_ino, 0}};
+}
+
+// Arenas that nobody uses give way: those of the identity whose own limit is reached, or of
+// whomever.
+absl::StatusOr<ByteLedger::Hold> MemberMemory::Count(const std::string& identity, int64_t bytes) {
+  while (true) {
+    absl::StatusOr<ByteLedger::Hold> hold = state_.mapped.Take(identity, bytes);
+    if (hold.ok()) return hold;
+    const bool own = bytes <= state_.options.max_mapped_bytes - state_.mapped.held();
+    std::optional<KeptRank> given_up;  // unmapped without the mutex
+    {
+      const StateLock lock(&state_.mutex);
+      given_up = state_.kept.TakeFirst([&](const KeptRank& kept) {
+        return !kept.ordinal.has_value() && (!own || IdentityOf(Peer{kept.process}) == identity);
+      });
+    }
+    if (!given_up.has_value()) return hold;
+    LogInfo("group {}: the kept arenas of instance {} rank {} are given up, their memory is needed",
+            given_up->group, given_up->instance, given_up->rank);
+  }
 }
 
 std::shared_ptr<const MemberMemory::Mapping> MemberMemory::Find(const Key& key, int64_t bytes) {
@@ -123,13 +151,13 @@ absl::StatusOr<MemberRecord*> MemberMemory::Admit(const std::string& token, cons
 absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
                                                       const PeerCredentials& peer, UniqueFd fd,
                                                       RegionKind kind, int64_t bytes,
-                                                      uint64_t address) {
+                                                      uint64_t address, bool keep) {
   if (bytes > state_.options.max_region_bytes) {
     return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
                  bytes, state_.options.max_region_bytes);
   }
   if (kind == RegionKind::kDevice) {
-    return RegisterVmm(token, peer, std::move(fd), bytes, address);
+    return RegisterVmm(token, peer, std::move(fd), bytes, address, keep);
   }
   if (kind != RegionKind::kMemfd) {
     return Error(absl::StatusCode::kUnimplemented,
@@ -148,6 +176,7 @@ absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
   // Mapping and filling page tables takes long, so it is done outside the mutex.
   REFITD_ASSIGN_OR_RETURN(region.memory,
                           Map(fd, origin, bytes, region.access, IdentityOf(Peer{peer})));
+  if (keep) region.descriptor = std::make_shared<const UniqueFd>(std::move(fd));
   const StateLock lock(&state_.mutex);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.members.AddRegion(member, std::move(region));
@@ -209,6 +238,31 @@ absl::Status MemberMemory::ReleaseRegion(const Token& token, const PeerCredentia
   return Error(absl::StatusCode::kDeadlineExceeded,
                "region_id: {} is released, but the driver has not closed it within {} ms", region,
                kDriverWait.count());
+}
+
+// ---- kept arenas ----
+
+absl::StatusOr<SideHandle> MemberMemory::TakeKept(const Token& token, const PeerCredentials& peer,
+                                                  uint64_t side) {
+  const std::string key(token.begin(), token.end());
+  const StateLock lock(&state_.mutex);
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, state_.members.Authenticate(key, Peer{peer}));
+  if (!member->kept.has_value()) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "no arenas are kept for this lease: it did not restore, or has registered a "
+                 "layout");
+  }
+  const std::vector<KeptRank::Arena>& arenas = member->kept->arenas;
+  if (side >= 2 * arenas.size()) {
+    return Error(absl::StatusCode::kNotFound,
+                 "region_id: {}: {} arenas are kept, with 2 sides each", side, arenas.size());
+  }
+  const KeptRank::Arena& arena = arenas[side / 2];
+  const RegionRecord& region = side % 2 == 0 ? arena.front : arena.back;
+  SideHandle handle;
+  REFITD_ASSIGN_OR_RETURN(handle.fd, Duplicate(*region.descriptor));
+  handle.bytes = region.memory.bytes;
+  return handle;
 }
 
 // ---- staging pools ----
@@ -351,7 +405,8 @@ void MemberMemory::RegisterDevice(const Caller& caller, bool engine, const IpcBl
 }
 
 absl::StatusOr<RegionId> MemberMemory::RegisterVmm(const Token& token, const PeerCredentials& peer,
-                                                   UniqueFd fd, int64_t bytes, uint64_t address) {
+                                                   UniqueFd fd, int64_t bytes, uint64_t address,
+                                                   bool keep) {
   const std::string key(token.begin(), token.end());
   int ordinal = 0;
   bool engine = false;
@@ -372,10 +427,16 @@ absl::StatusOr<RegionId> MemberMemory::RegisterVmm(const Token& token, const Pee
     engine = member->engine;
     origin = ExportOrigin(*member, address);
   }
+  std::shared_ptr<const UniqueFd> kept;
+  if (keep) {
+    REFITD_ASSIGN_OR_RETURN(UniqueFd copy, Duplicate(fd));
+    kept = std::make_shared<const UniqueFd>(std::move(copy));
+  }
   REFITD_ASSIGN_OR_RETURN(
       std::shared_ptr<const DeviceRegion> imported,
       state_.options.devices.memory->ImportDescriptor(ordinal, std::move(fd), bytes));
   RegionRecord region = RecordOf(std::move(imported), engine, origin);
+  region.descriptor = std::move(kept);
   const StateLock lock(&state_.mutex);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.members.AddRegion(member, std::move(region));

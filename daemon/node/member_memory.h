@@ -68,16 +68,19 @@ class MemberMemory : public DescriptorHandler {
   // ---- the descriptor socket ----
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                           UniqueFd fd, RegionKind kind, int64_t bytes,
-                                          uint64_t address = 0) override;
+                                          uint64_t address = 0, bool keep = false) override;
   absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
                              RegionId region) override;
   absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) override;
+  absl::StatusOr<SideHandle> TakeKept(const Token& token, const PeerCredentials& peer,
+                                      uint64_t side) override;
 
   // ---- host memory ----
   // Identifies the memfd: two descriptors of one memfd have equal origins.
   static absl::StatusOr<MemoryOrigin> OriginOf(const UniqueFd& fd);
-  // Maps the first `bytes` of the memfd, or shares a mapping of it. `origin`: OriginOf(fd). Errors:
-  // as of HostRegion::Map; RESOURCE_EXHAUSTED: a limit.
+  // Maps the first `bytes` of the memfd, or shares a mapping of it. `origin`: OriginOf(fd). Kept
+  // arenas (kept_arenas.h) give way where a limit is reached. Errors: as of HostRegion::Map;
+  // RESOURCE_EXHAUSTED: a limit.
   absl::StatusOr<MemorySpan> Map(const UniqueFd& fd, const MemoryOrigin& origin, int64_t bytes,
                                  Access access, const std::string& identity);
 
@@ -97,6 +100,8 @@ class MemberMemory : public DescriptorHandler {
   };
   using Key = std::tuple<uint64_t, uint64_t, Access>;  // device, inode
 
+  // Counts bytes that are about to be mapped.
+  absl::StatusOr<ByteLedger::Hold> Count(const std::string& identity, int64_t bytes);
   std::shared_ptr<const Mapping> Find(const Key& key, int64_t bytes);
   void Keep(const Key& key, const std::shared_ptr<const Mapping>& mapping);
 
@@ -121,7 +126,7 @@ class MemberMemory : public DescriptorHandler {
   RegionRecord RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine,
                         const MemoryOrigin& origin) const;
   absl::StatusOr<RegionId> RegisterVmm(const Token& token, const PeerCredentials& peer, UniqueFd fd,
-                                       int64_t bytes, uint64_t address);
+                                       int64_t bytes, uint64_t address, bool keep);
   // Removes the region from the records, unless it is in use. The region is unmapped when the
   // result is destroyed, which must not happen under the mutex.
   absl::StatusOr<RegionRecord> Take(MemberRecord* member, RegionId region)

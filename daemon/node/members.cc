@@ -80,6 +80,12 @@ absl::StatusOr<MemberRecord*> Members::Authenticate(const std::string& token, co
   return &member;
 }
 
+void Members::ForgetHeld(const std::string& group) {
+  for (auto& [id, member] : members_) {
+    if (member.group == group) member.holds.reset();
+  }
+}
+
 bool Members::HasDevices(const std::string& group) const {
   return std::any_of(members_.begin(), members_.end(), [&group](const auto& entry) {
     return entry.second.group == group && entry.second.ordinal.has_value();

@@ -61,6 +61,9 @@ class Members {
   // certificate, and somebody of another identity, or of none, presents it.
   absl::StatusOr<MemberRecord*> Authenticate(const std::string& token, const Peer& peer);
 
+  // No member of the group holds a version any more.
+  void ForgetHeld(const std::string& group);
+
   // Whether the group has a member on any GPU, or on the given GPU.
   bool HasDevices(const std::string& group) const;
   bool OnDevice(const std::string& group, int ordinal) const;

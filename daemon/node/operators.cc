@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "daemon/node/life.h"
+#include "daemon/node/restore.h"
 #include "daemon/process/log.h"
 #include "daemon/sockets/name_lookup.h"
 #include "transport/base/status.h"
@@ -15,6 +16,17 @@ namespace {
 // How long links are refused for a group that was drained here. Resolvers keep a name for some
 // seconds, clusters' DNS for 5 to 30.
 constexpr Duration kDrainedFor = std::chrono::seconds(60);
+
+// Of the rank that the record, or what is kept, is of.
+template <typename Rank>
+ArenaDetails Arena(const Rank& rank) {
+  ArenaDetails arena;
+  arena.group = rank.group;
+  arena.instance = rank.instance;
+  arena.rank = rank.rank;
+  arena.device = rank.device;
+  return arena;
+}
 
 }  // namespace
 
@@ -66,6 +78,11 @@ absl::StatusOr<uint64_t> Operators::Replace(GroupRecord* group, const std::strin
       state_,
       [&name](const MemberRecord& member) { return member.group == name && !member.engine; },
       absl::AbortedError("the group was replaced: attach again"), lock);
+  // What was committed before is not to be served again.
+  GiveUpKept(
+      state_, [&name](const KeptRank& kept) { return kept.group == name; },
+      "the group was replaced", lock);
+  state_.members.ForgetHeld(name);
   return incarnation;
 }
 
@@ -210,6 +227,30 @@ void Operators::DescribeWireCommunicators(DaemonDetails* details) const {
   details->abandoned_communicators = wire.Abandoned();
 }
 
+std::vector<ArenaDetails> Operators::AllArenas() const {
+  std::vector<ArenaDetails> all;
+  for (const auto& [id, member] : state_.members.all()) {
+    if (member.lost || member.layout == nullptr || member.layout->backs.empty()) continue;
+    ArenaDetails arena = Arena(member);
+    for (const RegionBack& pair : member.layout->backs) {
+      arena.front_bytes += member.regions.at(pair.region).memory.bytes;
+      arena.back_bytes += member.regions.at(pair.back).memory.bytes;
+    }
+    all.push_back(std::move(arena));
+  }
+  const TimePoint now = DaemonState::Now();
+  for (const KeptRank* const kept : state_.kept.all()) {
+    ArenaDetails arena = Arena(*kept);
+    for (const KeptRank::Arena& each : kept->arenas) {
+      arena.front_bytes += each.front.memory.bytes;
+      arena.back_bytes += each.back.memory.bytes;
+    }
+    arena.kept = ArenaDetails::Kept{kept->content.version, std::max(Duration(), kept->until - now)};
+    all.push_back(std::move(arena));
+  }
+  return all;
+}
+
 DaemonDetails Operators::Describe() {
   DaemonDetails details;
   details.uptime = DaemonState::Now() - state_.started;
@@ -231,6 +272,7 @@ DaemonDetails Operators::Describe() {
   for (const auto& [name, group] : state_.groups.all())
     details.pool_bytes += state_.pools.BytesOf(*group);
   details.groups = AllGroups();
+  details.arenas = AllArenas();
   return details;
 }
 

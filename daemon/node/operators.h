@@ -40,6 +40,21 @@ struct MemberDetails {
   int64_t region_bytes = 0;
 };
 
+// The arenas of an engine rank that operators see.
+struct ArenaDetails {
+  std::string group;
+  std::string instance;
+  int rank = 0;
+  std::string device;
+  int64_t front_bytes = 0;
+  int64_t back_bytes = 0;
+  struct Kept {
+    Version version;
+    Duration left{};
+  };
+  std::optional<Kept> kept;  // nullopt: the rank is attached
+};
+
 // The state of the daemon that operators see, except values that never change.
 struct DaemonDetails {
   Duration uptime{};
@@ -51,6 +66,7 @@ struct DaemonDetails {
   int64_t region_bytes = 0;
   int64_t pool_bytes = 0;
   std::vector<GroupDetails> groups;
+  std::vector<ArenaDetails> arenas;
   // Communicators over GPU memory: those of this daemon's GPUs, and those of the wire.
   std::vector<CommunicatorStatus> communicators;
   struct WireCommunicator {
@@ -139,6 +155,7 @@ class Operators {
   absl::StatusOr<uint64_t> Replace(GroupRecord* group, const std::string& request_id,
                                    const std::string& identity, StateLock& lock)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  std::vector<ArenaDetails> AllArenas() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   void DescribeWireCommunicators(DaemonDetails* details) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   GroupDetails DetailsOf(const GroupRecord& group) const

@@ -68,6 +68,8 @@ Arrival DaemonParts::Engine(const std::string& instance, DeliveryMode delivery, 
   Arrival arrival;
   arrival.record.engine = true;
   arrival.record.instance = instance;
+  arrival.record.rank = rank;
+  arrival.record.world_size = world_size;
   arrival.record.reads_slots = ReadsSlots(delivery);
   arrival.identity = std::move(engine);
   return arrival;

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "daemon/group/group.h"
@@ -30,6 +31,20 @@ class EventSink {
   virtual void Flush() {}
 };
 
+// The version that an engine rank's registered memory holds, and what tells it from others.
+struct HeldContent {
+  Version version;
+  uint64_t origin = 0;  // the incarnation in which it was committed
+  std::string owner;    // of the group, then
+  uint64_t digest = 0;  // of the memory; never 0
+  bool operator==(const HeldContent&) const = default;
+};
+
+// What an engine rank takes up of its last lease.
+struct KeptNews {
+  HeldContent content;
+  std::vector<int64_t> region_bytes;  // of a side, by arena
+};
 // A member was taken in. The news brings its lease, and describes this daemon and the group.
 struct WelcomeNews {
   MemberId member;
@@ -46,6 +61,7 @@ struct WelcomeNews {
   int slots = 0;
   std::optional<Version> version;  // of the group; none: no update has committed
   std::optional<Version> content;  // if it is a rollback: the version whose content it has
+  std::optional<KeptNews> kept{};  // engines
 };
 // A loader engine rank may read a part.
 struct PartNews {

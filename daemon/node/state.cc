@@ -41,6 +41,7 @@ DaemonState::DaemonState(DaemonOptions given, DataPlane::Options moves, ProcessW
 void DaemonState::CheckInvariants() const {
   calls.CheckInvariants();
   members.CheckInvariants();
+  kept.CheckInvariants();
   sessions.CheckInvariants();
   watchers.CheckInvariants();
   pending.CheckInvariants();

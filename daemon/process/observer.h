@@ -73,6 +73,9 @@ class DaemonObserver {
   // An instance was evicted from an update that went on. `reason`: one of kUpdateReasons; others
   // count as kReasonOther.
   virtual void InstanceEvicted(const std::string& group, std::string_view reason) = 0;
+  // A rank took up kept arenas and registered its layout. `unchanged`: it holds their version; else
+  // it holds none.
+  virtual void Restored(const std::string& group, bool unchanged) = 0;
   // The group was deleted: its counters are dropped.
   virtual void GroupGone(const std::string& group) = 0;
 };

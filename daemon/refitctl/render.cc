@@ -148,6 +148,21 @@ std::string RenderResources(const v1::ResourceStatus& resources) {
       resources.threads(), resources.descriptors());
 }
 
+// Arenas whose ranks are gone, each on a line of its own.
+std::string RenderKept(const v1::GetStatusResponse& status) {
+  std::string text;
+  for (const v1::ArenaStatus& arena : status.arenas()) {
+    if (!arena.kept()) continue;
+    text += fmt::format(
+        "kept       arenas of group {} instance {} rank {}, version {}: {} on {}, "
+        "for {} more\n",
+        arena.group(), arena.instance(), arena.rank(), arena.version(),
+        HumanBytes(arena.front_bytes() + arena.back_bytes()), arena.device(),
+        HumanSeconds(arena.seconds_left()));
+  }
+  return text;
+}
+
 std::string RenderWire(const v1::ResourceStatus& resources) {
   return fmt::format("{} sent, {} received between daemons",
                      HumanBytes(resources.wire_bytes_sent()),
@@ -329,6 +344,7 @@ std::string RenderStatus(const v1::GetStatusResponse& status) {
   }
   text += fmt::format("holds      {}\n", RenderResources(status.resources()));
   text += fmt::format("wire       {}\n", RenderWire(status.resources()));
+  text += RenderKept(status);
   if (status.groups_size() == 0) return text + "no groups\n";
   text += "\n" + RenderGroups(status.groups());
   for (const auto& group : status.groups()) text += RenderGroupDetail(group);

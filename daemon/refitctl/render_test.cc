@@ -143,6 +143,24 @@ v1::GroupStatus OnTwoDaemons() {
   return group;
 }
 
+TEST_CASE("the status page shows arenas that are kept, and not those of attached ranks") {
+  v1::GetStatusResponse status;
+  v1::ArenaStatus* arena = status.add_arenas();
+  arena->set_group("policy");
+  arena->set_instance("vllm-0");
+  arena->set_rank(3);
+  arena->set_device("host");
+  arena->set_front_bytes(1 << 20);
+  arena->set_back_bytes(1 << 20);
+  CHECK_THAT(RenderStatus(status), !Contains("arenas"));
+  arena->set_kept(true);
+  arena->set_version(7);
+  arena->set_seconds_left(599);
+  CHECK_THAT(RenderStatus(status),
+             Contains("\nkept       arenas of group policy instance vllm-0 rank 3, version 7: "
+                      "2.00 MiB on host, for "));
+}
+
 TEST_CASE("the status page shows the daemon's id, a group's nodes and its link") {
   v1::GetStatusResponse status;
   status.set_daemon_id("node-a");

@@ -29,6 +29,13 @@ void Fill(const WelcomeNews& news, v1::Welcome* welcome) {
   if (news.version.has_value()) welcome->set_group_version(news.version->value());
   if (news.content.has_value()) welcome->set_content_version(news.content->value());
   welcome->set_daemon_version(std::string(kVersion));
+  if (!news.kept.has_value()) return;
+  v1::KeptArenas* const kept = welcome->mutable_kept();
+  kept->set_version(news.kept->content.version.value());
+  kept->set_incarnation(news.kept->content.origin);
+  kept->set_owner(news.kept->content.owner);
+  kept->set_digest(news.kept->content.digest);
+  for (const int64_t bytes : news.kept->region_bytes) kept->add_region_bytes(bytes);
 }
 
 void Fill(const SendPrepare& news, v1::Prepare* prepare) {

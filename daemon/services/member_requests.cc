@@ -86,6 +86,15 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
     return InvalidField("held_origin", "held_origin: {:x} without a held_version",
                         hello.held_origin());
   }
+  if (hello.restore() && (hello.dirty() || hello.has_held_version())) {
+    return InvalidField("restore",
+                        "restore: the daemon knows what the kept memory holds: neither dirty nor "
+                        "held_version may be set");
+  }
+  if (hello.restore() && !NeedsLayout(identity.delivery)) {
+    return InvalidField("restore", "restore: only {} delivery has arenas",
+                        DeliveriesWith(NeedsLayout));
+  }
   identity.held_origin = hello.held_origin();
   identity.held_digest = hello.held_digest();
   if (!hello.trainer_identity().empty()) {
@@ -151,9 +160,14 @@ absl::StatusOr<Arrival> ArrivalOf(const v1::EngineHello& hello, const Peer& peer
   arrival.record.engine = true;
   arrival.record.instance = identity.instance;
   arrival.record.rank = identity.rank;
+  arrival.record.world_size = identity.world_size;
   arrival.record.reads_slots = ReadsSlots(identity.delivery);
-  arrival.record.claims = identity.held_version.has_value() && identity.held_digest != 0 &&
-                          identity.catch_up && NeedsLayout(identity.delivery);
+  arrival.record.restores = hello.restore();
+  if (identity.held_version.has_value() && identity.held_digest != 0 && identity.catch_up &&
+      NeedsLayout(identity.delivery)) {
+    arrival.record.claims = {*identity.held_version, identity.held_origin, identity.held_owner,
+                             identity.held_digest};
+  }
   arrival.identity = std::move(identity);
   return arrival;
 }

@@ -68,6 +68,7 @@ class RegisterLayoutReactor final : public grpc::ServerReadReactor<v1::LayoutChu
             response_->set_digest(registered->digest);
             response_->set_pieces(registered->pieces);
             response_->set_bytes(registered->bytes);
+            response_->set_kept(registered->kept);
           }
           Finish(ToGrpc(registered.status()));
         },

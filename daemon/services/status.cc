@@ -167,6 +167,21 @@ v1::MemberStatus ToProto(const MemberDetails& details) {
   return member;
 }
 
+v1::ArenaStatus ToProto(const ArenaDetails& details) {
+  v1::ArenaStatus arena;
+  arena.set_group(details.group);
+  arena.set_instance(details.instance);
+  arena.set_rank(details.rank);
+  arena.set_device(details.device);
+  arena.set_front_bytes(details.front_bytes);
+  arena.set_back_bytes(details.back_bytes);
+  if (!details.kept.has_value()) return arena;
+  arena.set_kept(true);
+  arena.set_version(details.kept->version.value());
+  arena.set_seconds_left(Seconds(details.kept->left));
+  return arena;
+}
+
 v1::BucketStatistics ToProto(const BucketRecord& record) {
   v1::BucketStatistics bucket;
   bucket.set_group_seq(record.group_seq);
@@ -291,6 +306,7 @@ v1::GetStatusResponse StatusOf(Daemon* daemon) {
   resources->set_region_bytes(details.region_bytes);
   resources->set_pool_bytes(details.pool_bytes);
   for (const GroupDetails& group : details.groups) *response.add_groups() = ToProto(group);
+  for (const ArenaDetails& arena : details.arenas) *response.add_arenas() = ToProto(arena);
   return response;
 }
 

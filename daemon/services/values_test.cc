@@ -136,6 +136,16 @@ TEST_CASE("a bad field of a hello is named with its value") {
   CHECK(refused([](auto* h) { h->set_delivery(v1::DELIVERY_UNSPECIFIED); }) ==
         "delivery: 0 is neither in_place (1) nor loader (2)");
   CHECK(refused([](auto* h) { h->set_held_origin(5); }) == "held_origin: 5 without a held_version");
+  CHECK_THAT(refused([](auto* h) { h->set_restore(true); }), Contains("restore: only in_place"));
+  for (const bool dirty : {false, true}) {
+    CHECK_THAT(refused([dirty](auto* h) {
+                 h->set_delivery(v1::DELIVERY_IN_PLACE);
+                 h->set_restore(true);
+                 h->set_dirty(dirty);
+                 if (!dirty) h->set_held_version(1);
+               }),
+               Contains("restore: the daemon knows what the kept memory holds"));
+  }
 }
 
 TEST_CASE("a watcher's interval has a default and bounds") {
@@ -207,6 +217,15 @@ TEST_CASE("a welcome tells both roles the same") {
   CHECK(welcome.slots() == 16);
   CHECK(welcome.group_version() == 17);
   CHECK(welcome.daemon_version() == kVersion);
+  CHECK_FALSE(welcome.has_kept());
+  news.kept = KeptNews{{Version(18), 19, "uid:20", 21}, {22, 23}};
+  const v1::KeptArenas kept = MemberEventOf<v1::EngineEvent>(news).welcome().kept();
+  CHECK(kept.version() == 18);
+  CHECK(kept.incarnation() == 19);
+  CHECK(kept.owner() == "uid:20");
+  CHECK(kept.digest() == 21);
+  CHECK(std::vector<int64_t>(kept.region_bytes().begin(), kept.region_bytes().end()) ==
+        std::vector<int64_t>{22, 23});
 }
 
 TEST_CASE("a part tells a loader engine where in the pool its tensors lie") {

@@ -160,6 +160,9 @@ struct DescriptorSocket::Request {
                      [](uint8_t byte) { return byte == 0; })) {
       return Error(kInvalid, "reserved bytes are not zero");
     }
+    if (wire.keep > (wire.kind == DescriptorRequestKind::kRegisterRegion ? 1 : 0)) {
+      return Error(kInvalid, "keep {}, must be 0, or 1 to register a region", wire.keep);
+    }
     switch (wire.kind) {
       case DescriptorRequestKind::kRegisterRegion:
         REFITD_RETURN_IF_ERROR(CheckDescriptors(1));
@@ -170,6 +173,7 @@ struct DescriptorSocket::Request {
         return absl::OkStatus();
       case DescriptorRequestKind::kReleaseRegion:
       case DescriptorRequestKind::kMapPool:
+      case DescriptorRequestKind::kTakeKept:
         return CheckDescriptors(0);
     }
     return Error(kInvalid, "unknown request kind {}", static_cast<uint32_t>(wire.kind));
@@ -371,7 +375,7 @@ DescriptorReply DescriptorSocket::Answer(const Connection& connection, Request r
     case DescriptorRequestKind::kRegisterRegion: {
       const auto region =
           handler_->RegisterRegion(token, connection.peer, std::move(request.descriptors[0]),
-                                   wire.region_kind, wire.bytes, wire.region_id);
+                                   wire.region_kind, wire.bytes, wire.region_id, wire.keep != 0);
       if (!region.ok()) return ReplyOf(region.status());
       reply.region_id = region->value();
       break;
@@ -384,6 +388,13 @@ DescriptorReply DescriptorSocket::Answer(const Connection& connection, Request r
       reply.bytes = pool->bytes;
       reply.slot_bytes = pool->slot_bytes;
       *attach = std::move(pool->fd);
+      break;
+    }
+    case DescriptorRequestKind::kTakeKept: {
+      auto side = handler_->TakeKept(token, connection.peer, wire.region_id);
+      if (!side.ok()) return ReplyOf(side.status());
+      reply.bytes = side->bytes;
+      *attach = std::move(side->fd);
       break;
     }
   }

@@ -57,19 +57,28 @@ struct PoolHandle {
   int64_t slot_bytes = 0;
 };
 
+struct SideHandle {
+  UniqueFd fd;  // as in PoolHandle
+  int64_t bytes = 0;
+};
+
 // Implemented by the node. Called from kDescriptorThreads threads at once. May block on mapping
 // memory, and on nothing else. A status becomes the reply's code and message.
 class DescriptorHandler {
  public:
   virtual ~DescriptorHandler() = default;
   // `fd` is the caller's descriptor, unchecked; `bytes` is positive. `address`: of device memory in
-  // the caller's process, as the caller says; 0: unknown.
+  // the caller's process, as the caller says; 0: unknown. `keep`: the descriptor is kept with the
+  // region.
   virtual absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                                   UniqueFd fd, RegionKind kind, int64_t bytes,
-                                                  uint64_t address) = 0;
+                                                  uint64_t address, bool keep) = 0;
   virtual absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
                                      RegionId region) = 0;
   virtual absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) = 0;
+  // `side`: twice the arena's index, and 1 more for the back; unchecked.
+  virtual absl::StatusOr<SideHandle> TakeKept(const Token& token, const PeerCredentials& peer,
+                                              uint64_t side) = 0;
 };
 
 struct DescriptorSocketOptions {

@@ -30,13 +30,14 @@ class Node : public DescriptorHandler {
  public:
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                           UniqueFd fd, RegionKind kind, int64_t bytes,
-                                          uint64_t /*address*/) override {
+                                          uint64_t /*address*/, bool keep) override {
     REFITD_RETURN_IF_ERROR(Check(token, peer));
     if (kind != RegionKind::kMemfd) return Error(absl::StatusCode::kUnimplemented, "no cuda here");
     REFITD_ASSIGN_OR_RETURN(auto region,
                             HostRegion::Map(fd, bytes, Access::kReadWrite, /*populate=*/false));
     MutexLock lock(&mutex_);
     regions_.push_back(std::move(region));
+    kept_ += keep ? 1 : 0;
     return RegionId(regions_.size());
   }
   absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
@@ -57,6 +58,18 @@ class Node : public DescriptorHandler {
     return PoolHandle{.fd = std::move(pool), .bytes = 4 * kRegionBytes, .slot_bytes = kRegionBytes};
   }
 
+  absl::StatusOr<SideHandle> TakeKept(const Token& token, const PeerCredentials& peer,
+                                      uint64_t side) override {
+    REFITD_RETURN_IF_ERROR(Check(token, peer));
+    if (side != 1) return Error(absl::StatusCode::kNotFound, "region_id: {}", side);
+    REFITD_ASSIGN_OR_RETURN(auto back, CreateSealedMemfd("back", kRegionBytes));
+    return SideHandle{.fd = std::move(back), .bytes = kRegionBytes};
+  }
+
+  int kept() {
+    MutexLock lock(&mutex_);
+    return kept_;
+  }
   size_t registered() {
     MutexLock lock(&mutex_);
     return regions_.size();
@@ -75,6 +88,7 @@ class Node : public DescriptorHandler {
   }
   Mutex mutex_;
   std::deque<std::shared_ptr<HostRegion>> regions_ ABSL_GUARDED_BY(mutex_);
+  int kept_ ABSL_GUARDED_BY(mutex_) = 0;  // regions whose descriptor was to be kept
 };
 
 // A client's connection that can send anything.
@@ -235,6 +249,28 @@ TEST_CASE_METHOD(Fixture, "The pool's descriptor comes beside the reply") {
       "pool");
 }
 
+TEST_CASE_METHOD(Fixture, "A descriptor is kept where the request says so, and a side is given") {
+  const auto socket = Start();
+  Client client(path);
+  DescriptorRequest request = RegisterRequest();
+  CHECK(client.Ask(request, {memfd.get()})->code == 0);
+  CHECK(node.kept() == 0);
+  request.keep = 1;
+  CHECK(client.Ask(request, {memfd.get()})->code == 0);
+  CHECK(node.kept() == 1);
+
+  DescriptorRequest take = Request(DescriptorRequestKind::kTakeKept);
+  take.region_id = 1;
+  UniqueFd side;
+  const auto reply = client.Ask(take, {}, &side);
+  REQUIRE(reply.has_value());
+  CHECK(reply->code == 0);
+  CHECK(reply->bytes == kRegionBytes);
+  CHECK(HostRegion::Map(side, kRegionBytes, Access::kReadWrite, false).ok());
+  take.region_id = 2;
+  RequireRefused(take, {}, absl::StatusCode::kNotFound, "region_id: 2");
+}
+
 TEST_CASE_METHOD(Fixture, "The handler's status becomes code and message") {
   const auto socket = Start();
   RequireRefused(Request(DescriptorRequestKind::kMapPool, TokenOf(8)), {},
@@ -275,8 +311,15 @@ TEST_CASE_METHOD(Fixture, "Malformed fields are refused by name") {
   request.region_kind = static_cast<RegionKind>(9);
   RequireRefused(request, {memfd.get()}, kInvalid, "region kind 9");
   request = RegisterRequest();
-  request.reserved[15] = 1;
+  request.reserved[11] = 1;
   RequireRefused(request, {memfd.get()}, kInvalid, "reserved");
+  request = RegisterRequest();
+  request.keep = 2;
+  RequireRefused(request, {memfd.get()}, kInvalid, "keep 2");
+  request = Request(DescriptorRequestKind::kTakeKept);
+  RequireRefused(request, {memfd.get()}, kInvalid, "1 descriptors");
+  request.keep = 1;
+  RequireRefused(request, {}, kInvalid, "keep 1");
 }
 
 TEST_CASE_METHOD(Fixture, "Wrong framing is answered and ends the connection") {

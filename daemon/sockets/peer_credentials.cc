@@ -73,6 +73,12 @@ UniqueFd OpenPidfd(pid_t pid) {
   return UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0U)));
 }
 
+bool HasEnded(const PeerCredentials& peer) {
+  if (peer.pidfd == nullptr) return false;
+  pollfd entry{peer.pidfd->get(), POLLIN, 0};
+  return poll(&entry, 1, 0) == 1;
+}
+
 absl::StatusOr<PeerCredentials> PeerOf(int socket, bool with_pidfd) {
   ucred kernel{};
   socklen_t bytes = sizeof(kernel);

@@ -36,6 +36,9 @@ std::string Describe(const PeerCredentials& peer);
 // child, and its pid was reused. UNAVAILABLE: not a connected unix socket.
 absl::StatusOr<PeerCredentials> PeerOf(int socket, bool with_pidfd);
 
+// Whether the process is known to have ended. False: it runs, or has no pidfd.
+bool HasEnded(const PeerCredentials& peer);
+
 // Calls pidfd_open(2). Invalid: errno says why. (Some releases of the C library declare it without
 // C linkage.)
 UniqueFd OpenPidfd(pid_t pid);

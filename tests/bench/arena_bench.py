@@ -1,12 +1,13 @@
 """What an engine is paused for, and what a refit takes, with its weights in an arena and in place.
 
-usage: tools/bench arena [--gib G]... [--arena-gib G] [--ranks N] [--versions N] [--device cuda|cpu] [--verification V] [--json]
+usage: tools/bench arena [--gib G]... [--arena-gib G] [--ranks N] [--versions N] [--device cuda|cpu] [--verification V] [--restart] [--json]
 
 A trainer refits a model of torch into an engine, a process of its own: first into one whose weights lie in an arena, then into one
 that is written in place. The engine runs steps without a rest, on a GPU as a replayed CUDA graph, that read every weight, and takes
 events between steps. The trainer is on the first GPU, the engine on the last, which may be the same. Pause: from when the engine
 takes Prepare to when it has taken Committed. --gib: of each of the engine's ranks, which lie on the last GPUs, and hold as much each.
---arena-gib: of an arena; by default a model has at most eight. The outputs of all steps are compared with those of the first step after their version's
+--restart: also, from when a process that takes the first engine's place attaches to when it holds its version, with the weights
+in place. --arena-gib: of an arena; by default a model has at most eight. The outputs of all steps are compared with those of the first step after their version's
 commit, and the weights of every tenth version with the trainer's.
 
 With the wheel in PYTHONPATH the script needs no Bazel (tests/gpu/README.md).
@@ -97,7 +98,8 @@ def serve(options):
         torch.cuda.set_device(max(0, torch.cuda.device_count() - 1 - options.rank))
     model = model_of(options.gib[0], device)
     first = options.rank * len(model)
-    engine = refitd.Engine(options.group, instance="engine", rank=options.rank, world_size=options.ranks, socket=options.socket)
+    engine = refitd.Engine(options.group, instance="engine", rank=options.rank, world_size=options.ranks, socket=options.socket,
+                           restore=options.keep)
     if options.arena_gib:
         placement.ARENA_BYTES, placement.MOST_ARENAS = round(options.arena_gib * (1 << 30)), 1 << 20
     refitd.adopt(model, arena=options.arena)
@@ -132,15 +134,34 @@ def serve(options):
     engine.close()
 
 
+def restart(options):
+    """The process of an engine that takes another's place: prints how long that took."""
+    if options.device == "cuda":
+        torch.cuda.set_device(max(0, torch.cuda.device_count() - 1))
+        torch.cuda.init()
+    if options.arena_gib:
+        placement.ARENA_BYTES, placement.MOST_ARENAS = round(options.arena_gib * (1 << 30)), 1 << 20
+    model = model_of(options.gib[0], "meta")
+    began = time.monotonic()
+    engine = refitd.Engine(options.group, instance="engine", world_size=options.ranks, socket=options.socket, restore=True)
+    restored = engine.restore(model)
+    seconds = time.monotonic() - began
+    wrong = sum(not torch.equal(weight, value) for weight, value in weights_of(model, options.versions))
+    print(json.dumps({"restored": restored, "version": engine.version, "wrong": wrong, "seconds": seconds}), flush=True)
+    engine.close()
+
+
 class Peer:
     """An engine's process."""
 
-    def __init__(self, options, daemon, group, gib, arena, rank):
+    def __init__(self, options, daemon, group, gib, arena, rank, restart=False):
         self.group = group
         command = [sys.executable, __file__, "--engine", "--socket", daemon.socket, "--group", self.group, "--gib", str(gib), "--rank", str(rank),
                    "--ranks", str(options.ranks), "--device", options.device, "--versions", str(options.versions)]
         if arena:
             command += ["--arena", "--arena-gib", str(options.arena_gib)]
+        if restart or options.restart and arena:
+            command.append("--restart" if restart else "--keep")
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     def line(self):
@@ -182,6 +203,11 @@ def measure(options, daemon, model, gib, arena):
             found["busy"] += [seconds for at, seconds in row["steps"] if began < at and at + seconds < row["prepared"]]
         for peer in peers:
             peer.process.wait(SECONDS)
+        if arena and options.restart:
+            row = Peer(options, daemon, group, gib, arena, 0, restart=True).line()
+            if not row["restored"] or row["version"] != options.versions or row["wrong"]:
+                sys.exit(f"the engine that took the place is wrong: {row}")
+            found["restart"] = row["seconds"]
     if wrong:
         sys.exit(f"{wrong} steps and tensors are of another version")
     return found
@@ -196,15 +222,17 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--verification", default="readback")
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of steps before each refit")
+    parser.add_argument("--restart", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--arena", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--keep", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--socket", help=argparse.SUPPRESS)
     parser.add_argument("--group", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        return serve(options)
+        return restart(options) if options.restart else serve(options)
     missed = 0
     if not options.json:
         print("| GiB | pause in an arena, p50, p99, ms | goal | pause in place, p50, ms | refit, arena, in place, ms | ratio | steps while staged, to idle |")
@@ -224,11 +252,14 @@ def main():
         if options.json:
             print(json.dumps({"bench": "arena", "gib": gib, "pause_p50_ms": medians[True]["pause"], "pause_p99_ms": p99, "goal_ms": goal,
                               "in_place_pause_ms": medians[False]["pause"], "refit_ms": medians[True]["refit"],
-                              "in_place_refit_ms": medians[False]["refit"], "steps": steps}), flush=True)
+                              "in_place_refit_ms": medians[False]["refit"], "steps": steps,
+                              "restart_seconds": rows[True].get("restart")}), flush=True)
         else:
             print("| %g | %.2f, %.2f | %.2f | %.2f | %.1f, %.1f | %.2f | %.2f |" % (
                 gib, medians[True]["pause"], p99, goal, medians[False]["pause"], medians[True]["refit"], medians[False]["refit"],
                 medians[True]["refit"] / medians[False]["refit"], steps), flush=True)
+            if options.restart:
+                print("%g GiB restarted in %.2f s" % (gib, rows[True]["restart"]), flush=True)
     return 1 if missed else 0
 
 

@@ -47,6 +47,7 @@ METRICS = {
     "refitd_anonymous_memory_bytes": set(),
     "refitd_pool_bytes": set(),
     "refitd_region_bytes": set(),
+    "refitd_arena_bytes": {"group", "owner", "side"},
     "up": set(),
 }
 HISTOGRAMS = ("refitd_update_seconds", "refitd_update_phase_seconds")

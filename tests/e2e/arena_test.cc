@@ -1,7 +1,16 @@
 // Engines whose weights lie in arenas, with a real daemon: versions are staged while they serve,
 // and flipped when they are complete. The ranks check their memory, byte for byte and outside of
 // their boxes too, whenever they are idle and before each flip (P1, P2).
+#include <signal.h>
+#include <stdlib.h>
+
 #include <catch2/catch.hpp>
+#include <iostream>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
 
 #include "tests/e2e/client_members.h"
 
@@ -336,6 +345,195 @@ TEST_CASE("the version before is held until it is released") {
   REQUIRE(pusher.trainer().ReleasePrevious().ok());
   REQUIRE(pusher.Install(3).ok());
   Committed(&a, 3);
+}
+
+// ---- engines that restart ----
+
+constexpr std::string_view kMark = "rank: ";
+
+// Instance "a" in a process of its own: this program runs the test "rank of a process" there.
+class RankProcess {
+ public:
+  explicit RankProcess(const Daemon& daemon)
+      : process_((setenv("REFITD_TEST_SOCKET", daemon.socket().c_str(), 1),
+                  std::vector<std::string>{"/proc/self/exe", "rank of a process"})),
+        version_(Answer()) {}
+  // What it held when it had registered: a version, or "none".
+  const std::string& version() const { return version_; }
+  // Its answer to a command.
+  std::string Do(const std::string& command) {
+    process_.WriteLine(command);
+    return Answer();
+  }
+  void Kill() {
+    process_.Signal(SIGKILL);
+    CHECK(process_.WaitExit() == 128 + SIGKILL);
+  }
+
+ private:
+  // Catch prints lines of its own.
+  std::string Answer() {
+    while (std::optional<std::string> line = process_.ReadLine()) {
+      if (line->starts_with(kMark)) return line->substr(kMark.size());
+    }
+    return "it ended: " + process_.Errors();
+  }
+
+  Process process_;
+  const std::string version_;
+};
+
+TEST_CASE("rank of a process", "[.]") {
+  const char* const socket = getenv("REFITD_TEST_SOCKET");
+  REQUIRE(socket != nullptr);
+  client::ConnectOptions connect;
+  connect.socket = socket;
+  connect.group = "g";
+  client::EngineOptions options = Shadowed(connect, "a");
+  options.restore = true;
+  const Model model = MixedModel();
+  const Held held = HoldWhole(model);
+  Rank rank(options, model, held, /*arena=*/nullptr);
+  const auto say = [](const std::string& line) { std::cout << kMark << line << std::endl; };
+  const std::optional<Version> version = rank.engine().version();
+  say(version.has_value() ? std::to_string(version->value()) : "none");
+  for (std::string command; std::getline(std::cin, command);) {
+    if (command == "hold") {
+      rank.Hold();
+    } else if (command == "prepared") {
+      REQUIRE(rank.Await([](const Rank::Seen& s) { return s.prepares == 1; }));
+    } else if (command == "scribble") {
+      const_cast<char*>(rank.memory())[held.layout.pieces[0].byte_offset] ^= 1;
+    } else {
+      Committed(&rank, std::stoll(command));
+    }
+    say(command);
+  }
+}
+
+std::vector<v1::ArenaStatus> KeptBy(Daemon* daemon) {
+  std::vector<v1::ArenaStatus> kept;
+  const v1::GetStatusResponse status = daemon->Status();
+  for (const v1::ArenaStatus& arena : status.arenas()) {
+    if (arena.kept()) kept.push_back(arena);
+  }
+  return kept;
+}
+
+// Engine "a" is killed, which held version 1.
+struct Killed {
+  explicit Killed(int keep_seconds = 600, const std::string& before = "1") {
+    client::ConnectOptions connect = WithSpec(ConnectTo(daemon), 1);
+    connect.spec->keep_seconds = keep_seconds;
+    pusher = std::make_unique<Pusher>(connect, model);
+    RankProcess rank(daemon);
+    CHECK(rank.version() == "none");
+    REQUIRE(pusher->Install(1).ok());
+    CHECK(rank.Do("1") == "1");
+    CHECK(KeptBy(&daemon).empty());
+    CHECK(rank.Do(before) == before);
+    rank.Kill();
+    if (keep_seconds > 1) REQUIRE(Eventually([this] { return KeptBy(&daemon).size() == 1; }));
+  }
+  bool Logged(const std::string& text) {
+    return Eventually([&] { return daemon.log().find(text) != std::string::npos; });
+  }
+
+  const Model model = MixedModel();
+  Daemon daemon;
+  std::unique_ptr<Pusher> pusher;
+};
+
+TEST_CASE("an engine that is killed and restarted is clean at its version at once") {
+  Killed f;
+  const v1::ArenaStatus kept = KeptBy(&f.daemon)[0];
+  CHECK(kept.instance() == "a");
+  CHECK(kept.version() == 1);
+  CHECK(kept.seconds_left() > 0);
+  CHECK(kept.front_bytes() >= HoldWhole(f.model).region_bytes);
+  CHECK(kept.back_bytes() == kept.front_bytes());
+  for (int64_t version = 1; version <= 4; ++version) {
+    RankProcess rank(f.daemon);
+    // The rank has checked every byte, also those between its tensors; no update or catch-up ran.
+    CHECK(rank.version() == std::to_string(version));
+    CHECK(f.daemon.Group("g").instances(0).version() == version);
+    CHECK(f.daemon.Group("g").instances(0).ready());
+    CHECK(KeptBy(&f.daemon).empty());
+    REQUIRE(f.pusher->Install(version + 1).ok());
+    CHECK(rank.Do(std::to_string(version + 1)) == std::to_string(version + 1));
+    rank.Kill();
+    REQUIRE(Eventually([&] { return KeptBy(&f.daemon).size() == 1; }));
+  }
+}
+
+TEST_CASE(
+    "an engine that is killed while a version is staged, or in its flip, has the one before") {
+  Killed f;
+  const bool flips = GENERATE(false, true);
+  {
+    RankProcess rank(f.daemon);
+    if (flips) CHECK(rank.Do("hold") == "hold");
+    std::thread killer;
+    const absl::Status lost = f.pusher->Install(2, [&](Pusher::Step step) {
+      if (step != Pusher::kAllBuckets) return;
+      if (!flips) return rank.Kill();
+      killer = std::thread([&rank] {
+        (void)rank.Do("prepared");
+        rank.Kill();
+      });
+    });
+    CHECK_FALSE(lost.ok());
+    if (killer.joinable()) killer.join();
+  }
+  REQUIRE(Eventually([&] { return KeptBy(&f.daemon).size() == 1; }));
+  RankProcess again(f.daemon);
+  CHECK(again.version() == "1");
+  REQUIRE(f.pusher->Install(3).ok());
+  CHECK(again.Do("3") == "3");
+}
+
+TEST_CASE(
+    "an engine that wrote to its weights before it died leaves no version, and gets the next") {
+  Killed f(600, "scribble");
+  RankProcess again(f.daemon);
+  CHECK(again.version() == "none");
+  CHECK(f.Logged("its content differs"));
+  CHECK_FALSE(f.daemon.Group("g").instances(0).ready());
+  REQUIRE(f.pusher->Install(2).ok());
+  CHECK(again.Do("2") == "2");
+}
+
+TEST_CASE("what was kept is lost with its daemon, which the next one says") {
+  Killed f;
+  f.pusher.reset();
+  f.daemon.Kill();
+  f.daemon.Restart();
+  Pusher pusher(WithSpec(ConnectTo(f.daemon), 1), f.model);
+  RankProcess again(f.daemon);
+  CHECK(again.version() == "none");
+  CHECK(f.Logged("no arenas are kept here of instance a rank 0"));
+  REQUIRE(pusher.Install(1).ok());
+}
+
+TEST_CASE("nothing is kept of an engine that does not say that it restores") {
+  const Model model = MixedModel();
+  Daemon daemon;
+  Pusher pusher(WithSpec(ConnectTo(daemon), 1), model);
+  const Held held = HoldWhole(model);
+  {
+    Rank rank(Shadowed(ConnectTo(daemon), "a"), model, held, ArenaFor(held));
+    REQUIRE(pusher.Install(1).ok());
+    Committed(&rank, 1);
+  }
+  CHECK(Eventually([&] { return daemon.MemfdMappings() == 1; }));  // the pusher's region
+  CHECK(KeptBy(&daemon).empty());
+}
+
+TEST_CASE("the memory of arenas is given back when they were kept for long enough, or not at all") {
+  Killed f(GENERATE(0, 1));
+  CHECK(Eventually([&] { return f.daemon.MemfdMappings() == 1; }));  // the pusher's region
+  CHECK(KeptBy(&f.daemon).empty());
+  CHECK(RankProcess(f.daemon).version() == "none");
 }
 
 TEST_CASE("layouts with backs that can't be are refused by name") {

@@ -40,11 +40,12 @@ class Rank {
       : Rank({.connect = std::move(connect), .instance = instance, .delivery = delivery}, model,
              HoldWhole(model), /*arena=*/nullptr) {}
   // `arena`: not null: the rank's weights lie there, and are checked whenever the rank is idle too.
+  // A rank that restores takes what is kept for it, or else makes an arena.
   Rank(client::EngineOptions options, const Model& model, Held held,
        const std::shared_ptr<client::Arena>& arena)
       : model_(model),
         delivery_(options.delivery),
-        arena_(arena != nullptr),
+        arena_(arena != nullptr || options.restore),
         held_(std::move(held)) {
     seen_.committed = options.held_version;
     const client::Delivery delivery = options.delivery;
@@ -54,16 +55,22 @@ class Rank {
     REQUIRE(engine.ok());
     engine_ = *std::move(engine);
     if (delivery == client::Delivery::kInPlace) {
-      auto region = arena_ ? engine_->AddArena(arena) : engine_->NewRegion(held_.region_bytes);
+      const auto kept = engine_->TakeKept(0);
+      REQUIRE((kept.ok() || absl::IsNotFound(kept.status())));
+      std::shared_ptr<client::Arena> memory = kept.ok() ? *kept : arena;
+      if (memory == nullptr && options.restore)
+        memory = *client::Arena::Make(held_.region_bytes, {});
+      auto region = arena_ ? engine_->AddArena(memory) : engine_->NewRegion(held_.region_bytes);
       INFO(region.status());
       REQUIRE(region.ok());
       region_ = *std::move(region);
-      if (!options.held_version.has_value()) {
-        const std::string empty = EmptyImage(held_.region_bytes);
-        empty.copy(region_->data(), empty.size());
+      if (!options.held_version.has_value() && !kept.ok()) {
+        EmptyMemory();
       }
       for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
       REQUIRE(engine_->Register(held_.layout).ok());
+      if (options.restore) seen_.committed = engine_->version();
+      if (kept.ok() && !seen_.committed.has_value()) EmptyMemory();
     }
     thread_ = std::thread([this] { Serve(); });
   }
@@ -130,6 +137,10 @@ class Rank {
   }
 
  private:
+  void EmptyMemory() {
+    const std::string empty = EmptyImage(held_.region_bytes);
+    empty.copy(region_->data(), empty.size());
+  }
   void Serve() {
     while (true) {
       {

@@ -788,9 +788,15 @@ TEST_CASE("without a word on verification the first update is read back, later o
 // An engine of the client library that answers by itself.
 class ClientEngine {
  public:
+  // kFirst: its arenas are kept; kSecond: it takes up those of the engine before, which must hold a
+  // version, and its own are kept too.
+  enum class Life : uint8_t { kFirst, kSecond, kOnly };
   // `arena`: its memory has two sides.
-  ClientEngine(LocalDaemon* daemon, const Model& model, bool arena) : held_(HoldWhole(model)) {
+  ClientEngine(LocalDaemon* daemon, const Model& model, bool arena, Life life = Life::kOnly)
+      : held_(HoldWhole(model)) {
+    const bool restore = life == Life::kSecond;
     client::EngineOptions options;
+    options.restore = life != Life::kOnly;
     options.connect.socket = daemon->socket();
     options.connect.group = "g";
     options.connect.spec = client::GroupSpec{};
@@ -803,7 +809,8 @@ class ClientEngine {
     engine_ = *std::move(engine);
     const int64_t bytes = (held_.region_bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
     if (arena) {
-      auto made = client::Arena::Make(held_.region_bytes, options.connect);
+      auto made =
+          restore ? engine_->TakeKept(0) : client::Arena::Make(held_.region_bytes, options.connect);
       INFO(made.status());
       REQUIRE(made.ok());
       auto region = engine_->AddArena(*std::move(made));
@@ -822,9 +829,12 @@ class ClientEngine {
     }
     CHECK(region_->bytes() == bytes);
     const std::string empty = EmptyImage(held_.region_bytes);
-    std::memcpy(memory_, empty.data(), empty.size());
+    if (!restore) std::memcpy(memory_, empty.data(), empty.size());
     for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
-    REQUIRE(engine_->Register(held_.layout).ok());
+    const absl::Status registered = engine_->Register(held_.layout);
+    INFO(registered);
+    REQUIRE(registered.ok());
+    CHECK(engine_->version().has_value() == restore);
     thread_ = std::thread([this] { Serve(); });
   }
   ~ClientEngine() {
@@ -855,45 +865,83 @@ class ClientEngine {
   std::thread thread_;
 };
 
-TEST_CASE("compiled refits between GPUs through the client library, version after version") {
-  LocalDaemon daemon;
-  const Model model = MixedModel();
-  const bool arena = GENERATE(false, true);
-  {
-    ClientEngine engine(&daemon, model, arena);
+// A trainer of the client library whose shards are one block of GPU 1.
+class ClientTrainer {
+ public:
+  ClientTrainer(LocalDaemon* daemon, const Model& model)
+      : model_(model), shards_(HoldWhole(model, 0)), source_(daemon, 1, shards_.region_bytes) {
     client::TrainerOptions options;
-    options.connect.socket = daemon.socket();
+    options.connect.socket = daemon->socket();
     options.connect.group = "g";
     options.connect.spec = client::GroupSpec{};
-    options.connect.device = daemon.uuid(1);
+    options.connect.device = daemon->uuid(1);
     auto trainer = client::Trainer::Attach(options);
     INFO(trainer.status());
     REQUIRE(trainer.ok());
-    Held shards = HoldWhole(model, 0);
-    const Block source(&daemon, 1, shards.region_bytes);
+    trainer_ = *std::move(trainer);
     CHECK(absl::IsInvalidArgument(
-        (*trainer)->AddCudaRegion(client::CudaIpcBlock{"short", 5}).status()));
+        trainer_->AddCudaRegion(client::CudaIpcBlock{"short", 5}).status()));
     auto region =
-        (*trainer)->AddCudaRegion(client::CudaIpcBlock{source.handle, shards.region_bytes});
+        trainer_->AddCudaRegion(client::CudaIpcBlock{source_.handle, shards_.region_bytes});
     INFO(region.status());
     REQUIRE(region.ok());
-    CHECK((*region)->data() == nullptr);
-    for (Piece& piece : shards.layout.pieces) piece.region = (*region)->id();
-    REQUIRE((*trainer)->Register(shards.layout).ok());
-    for (int64_t version = 1; version <= 5; ++version) {
-      const std::string image = ExpectedImage(EmptyImage(shards.region_bytes), shards.layout, model,
-                                              BytesOf(model, version));
-      std::memcpy(source.data, image.data(), image.size());
-      const auto result = (*trainer)->Refit({.version = Version(version)});
-      INFO(result.status());
-      REQUIRE(result.ok());
-      CHECK(engine.Difference(model, version) == "");
-    }
+    region_ = *std::move(region);
+    CHECK(region_->data() == nullptr);
+    for (Piece& piece : shards_.layout.pieces) piece.region = region_->id();
+    REQUIRE(trainer_->Register(shards_.layout).ok());
   }
-  CHECK(Eventually([&] {
+  void Refit(int64_t version) {
+    const std::string image = ExpectedImage(EmptyImage(shards_.region_bytes), shards_.layout,
+                                            model_, BytesOf(model_, version));
+    std::memcpy(source_.data, image.data(), image.size());
+    const auto result = trainer_->Refit({.version = Version(version)});
+    INFO(result.status());
+    REQUIRE(result.ok());
+  }
+
+ private:
+  const Model model_;
+  Held shards_;
+  const Block source_;
+  std::unique_ptr<client::Trainer> trainer_;
+  std::shared_ptr<client::Region> region_;
+};
+
+TEST_CASE("compiled refits between GPUs through the client library, version after version") {
+  LocalDaemon daemon;
+  const Model model = MixedModel();
+  const auto nothing_open = [&] {
     const FakeCudaCounts counts = daemon.fake().Count();
     return counts.opened_handles == 0 && counts.mapped == 0 && counts.imported == 0;
-  }));
+  };
+  SECTION("in place") {
+    {
+      ClientEngine engine(&daemon, model, /*arena=*/false);
+      ClientTrainer trainer(&daemon, model);
+      for (int64_t version = 1; version <= 5; ++version) {
+        trainer.Refit(version);
+        CHECK(engine.Difference(model, version) == "");
+      }
+    }
+    CHECK(Eventually(nothing_open));
+  }
+  SECTION("in arenas, which each engine takes up from the one before it") {
+    {
+      using Life = ClientEngine::Life;
+      auto engine = std::make_unique<ClientEngine>(&daemon, model, /*arena=*/true, Life::kFirst);
+      ClientTrainer trainer(&daemon, model);
+      for (int64_t version = 1; version <= 5; ++version) {
+        trainer.Refit(version);
+        CHECK(engine->Difference(model, version) == "");
+        engine.reset();
+        engine = std::make_unique<ClientEngine>(&daemon, model, /*arena=*/true, Life::kSecond);
+        CHECK(engine->Difference(model, version) == "");
+      }
+    }
+    CHECK_FALSE(nothing_open());
+    { const ClientEngine last(&daemon, model, /*arena=*/true); }  // what was kept is given up
+    CHECK(Eventually(nothing_open));
+  }
 }
 
 // Compiled refits through the C interface, with an engine in VMM memory and a trainer in a block.

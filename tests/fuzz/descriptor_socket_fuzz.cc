@@ -228,6 +228,7 @@ class Conversation {
     std::memcpy(request.token, token.data(), token.size());
     request.bytes = in.bytes();
     request.region_id = in.region();
+    request.keep = in.keep();
     if (!in.raw_region() && !regions_.empty()) {
       request.region_id = regions_[in.region() % regions_.size()];
     }
@@ -321,6 +322,7 @@ class Conversation {
     if (!to->has_request()) return;
     const DescriptorInput::Request& in = to->request();
     REFITD_CHECK(in.magic_xor() == 0 && in.version_xor() == 0);
+    REFITD_CHECK(in.keep() <= (in.kind() == 1 ? 1U : 0U));
     REFITD_CHECK(in.sender() != DescriptorInput::NOBODY);
     switch (static_cast<DescriptorRequestKind>(in.kind())) {
       case DescriptorRequestKind::kRegisterRegion:
@@ -339,6 +341,8 @@ class Conversation {
         REFITD_CHECK(writable == (in.sender() == DescriptorInput::TRAINER));
         return;
       }
+      case DescriptorRequestKind::kTakeKept:
+        break;  // nothing is kept for any of the members
     }
     REFITD_CHECK(false);
   }

@@ -226,11 +226,44 @@ absl::StatusOr<UniqueFd> Export(const CudaApi& api, CUmemGenericAllocationHandle
   return fd;
 }
 
-CUmemAccessDesc ReadWriteBy(int device) {
+absl::StatusOr<CUmemGenericAllocationHandle> ImportHandle(const CudaApi& api, const UniqueFd& fd) {
+  CUmemGenericAllocationHandle handle = 0;
+  const absl::Status imported =
+      REFITD_CUDA_CALL(api, cuMemImportFromShareableHandle, &handle,
+                       reinterpret_cast<void*>(static_cast<intptr_t>(fd.get())),
+                       CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  REFITD_RETURN_IF_ERROR(Refused(imported, "the driver refuses the descriptor"));
+  return handle;
+}
+
+// The granularity of imported memory. FAILED_PRECONDITION: it lies elsewhere than on the device;
+// INVALID_ARGUMENT: it can't have that many bytes.
+absl::StatusOr<size_t> CheckImported(const CudaApi& api, CUmemGenericAllocationHandle handle,
+                                     int device, int64_t bytes) {
+  CUmemAllocationProp have = {};
+  REFITD_RETURN_IF_ERROR(
+      REFITD_CUDA_CALL(api, cuMemGetAllocationPropertiesFromHandle, &have, handle));
+  if (have.location.type != CU_MEM_LOCATION_TYPE_DEVICE || have.location.id != device) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "it lies at location {} of type {}, not on device {}", have.location.id,
+                 static_cast<int>(have.location.type), device);
+  }
+  size_t granularity = 0;
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity, &have,
+                                          CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+  if (granularity == 0 || bytes % static_cast<int64_t>(granularity) != 0) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "{} bytes are not what it has: allocations are multiples of {}", bytes,
+                 granularity);
+  }
+  return granularity;
+}
+
+CUmemAccessDesc AccessBy(int device, CUmemAccess_flags flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
   CUmemAccessDesc access = {};
   access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   access.location.id = device;
-  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  access.flags = flags;
   return access;
 }
 
@@ -255,8 +288,9 @@ class VmmMapping {
     REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver_.contexts->Get(device_));
     const ScopedContext current(driver_.api(), context);
     REFITD_RETURN_IF_ERROR(current.status());
-    REFITD_RETURN_IF_ERROR(Import(fd));
-    REFITD_RETURN_IF_ERROR(CheckProperties(bytes));
+    REFITD_ASSIGN_OR_RETURN(handle_, ImportHandle(driver_.api(), fd));
+    held_ = true;
+    REFITD_ASSIGN_OR_RETURN(granularity_, CheckImported(driver_.api(), handle_, device_, bytes));
     return Map(bytes);
   }
 
@@ -318,36 +352,6 @@ class VmmMapping {
     }
   }
 
-  absl::Status Import(const UniqueFd& fd) {
-    const CudaApi& api = driver_.api();
-    const absl::Status status =
-        REFITD_CUDA_CALL(api, cuMemImportFromShareableHandle, &handle_,
-                         reinterpret_cast<void*>(static_cast<intptr_t>(fd.get())),
-                         CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    held_ = status.ok();
-    return Refused(status, "the driver refuses the descriptor");
-  }
-
-  absl::Status CheckProperties(int64_t bytes) {
-    const CudaApi& api = driver_.api();
-    CUmemAllocationProp have = {};
-    REFITD_RETURN_IF_ERROR(
-        REFITD_CUDA_CALL(api, cuMemGetAllocationPropertiesFromHandle, &have, handle_));
-    if (have.location.type != CU_MEM_LOCATION_TYPE_DEVICE || have.location.id != device_) {
-      return Error(absl::StatusCode::kFailedPrecondition,
-                   "it lies at location {} of type {}, not on device {}", have.location.id,
-                   static_cast<int>(have.location.type), device_);
-    }
-    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity_,
-                                            &have, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
-    if (granularity_ == 0 || bytes % static_cast<int64_t>(granularity_) != 0) {
-      return Error(absl::StatusCode::kInvalidArgument,
-                   "{} bytes are not what it has: allocations are multiples of {}", bytes,
-                   granularity_);
-    }
-    return absl::OkStatus();
-  }
-
   absl::Status Map(int64_t bytes) {
     const CudaApi& api = driver_.api();
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAddressReserve, &address_,
@@ -369,7 +373,7 @@ class VmmMapping {
     for (int device = 0; device < driver_.contexts->devices(); ++device) {
       const absl::StatusOr<bool> can = driver_.contexts->CanReach(device, device_);
       if (!can.ok() || !*can) continue;
-      access.push_back(ReadWriteBy(device));
+      access.push_back(AccessBy(device));
       reaching_.push_back(device);
     }
     return REFITD_CUDA_CALL(driver_.api(), cuMemSetAccess, address_, bytes_, access.data(),
@@ -498,15 +502,26 @@ class VmmTwoSided final : public TwoSided {
     for (size_t side = 0; side < parts.sides.size(); ++side) {
       REFITD_ASSIGN_OR_RETURN(parts.sides[side], Allocate(api, device, bytes));
     }
-    const auto size = static_cast<size_t>(parts.sides[0].bytes);
-    for (CUdeviceptr* const address : {&parts.address, &parts.spare}) {
-      REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAddressReserve, address, size,
-                                              parts.sides[0].granularity, 0, 0));
+    return Map(std::move(parts), CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+  }
+
+  static absl::StatusOr<std::unique_ptr<TwoSided>> Open(WatchedDriver driver, int device,
+                                                        SharedSides shared) {
+    const CallWatch::Call call(driver.calls.get(), device, "opening two-sided memory");
+    const CudaApi& api = driver.api();
+    REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver.contexts->Get(device));
+    const ScopedContext current(api, context);
+    REFITD_RETURN_IF_ERROR(current.status());
+    Parts parts(std::move(driver), device, context);
+    parts.descriptors = {std::move(shared.front), std::move(shared.back)};
+    for (size_t side = 0; side < parts.sides.size(); ++side) {
+      Allocation& opened = parts.sides[side];
+      REFITD_ASSIGN_OR_RETURN(opened.handle, ImportHandle(api, parts.descriptors[side]));
+      opened.bytes = shared.bytes;
+      REFITD_ASSIGN_OR_RETURN(opened.granularity,
+                              CheckImported(api, opened.handle, device, shared.bytes));
     }
-    std::unique_ptr<VmmTwoSided> made(new VmmTwoSided(std::move(parts)));
-    REFITD_RETURN_IF_ERROR(made->Map(made->parts_.address, 0));
-    made->mapped_ = true;
-    return made;
+    return Map(std::move(parts), CU_MEM_ACCESS_FLAGS_PROT_READ);
   }
 
   ~VmmTwoSided() override {
@@ -514,7 +529,26 @@ class VmmTwoSided final : public TwoSided {
   }
 
   absl::StatusOr<UniqueFd> Share(bool back) const override {
-    return Export(parts_.driver.api(), parts_.sides[back ? 1 - front_ : front_].handle);
+    const size_t side = back ? 1 - front_ : front_;
+    const UniqueFd& imported = parts_.descriptors[side];
+    if (!imported.valid()) return Export(parts_.driver.api(), parts_.sides[side].handle);
+    UniqueFd copy(fcntl(imported.get(), F_DUPFD_CLOEXEC, 0));
+    if (!copy.valid()) return ErrnoError(errno, "sharing a side");
+    return copy;
+  }
+
+  absl::Status AllowWrites() override {
+    if (writable_) return absl::OkStatus();
+    const CallWatch::Call call(parts_.driver.calls.get(), parts_.device,
+                               "making two-sided memory writable");
+    const CudaApi& api = parts_.driver.api();
+    const ScopedContext current(api, parts_.context);
+    REFITD_RETURN_IF_ERROR(current.status());
+    const CUmemAccessDesc access = AccessBy(parts_.device);
+    REFITD_RETURN_IF_ERROR(
+        REFITD_CUDA_CALL(api, cuMemSetAccess, parts_.address, size(), &access, 1));
+    writable_ = true;
+    return absl::OkStatus();
   }
 
   absl::Status CopyToBack() override {
@@ -560,6 +594,8 @@ class VmmTwoSided final : public TwoSided {
     int device = 0;
     CUcontext context = nullptr;
     std::array<Allocation, 2> sides{};
+    // Of imported sides, by which they are shared again: the driver exports no imported memory.
+    std::array<UniqueFd, 2> descriptors{};
     CUdeviceptr address = 0;  // where a side is mapped
     CUdeviceptr spare = 0;    // where the back is mapped while it is copied to
 
@@ -570,6 +606,7 @@ class VmmTwoSided final : public TwoSided {
           device(other.device),
           context(other.context),
           sides(std::exchange(other.sides, {})),
+          descriptors(std::move(other.descriptors)),
           address(std::exchange(other.address, 0)),
           spare(std::exchange(other.spare, 0)) {}
     Parts(const Parts&) = delete;
@@ -586,16 +623,32 @@ class VmmTwoSided final : public TwoSided {
     }
   };
 
+  // Maps the first side. A context of the device must be current.
+  static absl::StatusOr<std::unique_ptr<TwoSided>> Map(Parts parts, CUmemAccess_flags access) {
+    const CudaApi& api = parts.driver.api();  // lives as long as the contexts, which `parts` holds
+    const auto size = static_cast<size_t>(parts.sides[0].bytes);
+    for (CUdeviceptr* const address : {&parts.address, &parts.spare}) {
+      REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemAddressReserve, address, size,
+                                              parts.sides[0].granularity, 0, 0));
+    }
+    std::unique_ptr<VmmTwoSided> made(new VmmTwoSided(std::move(parts)));
+    REFITD_RETURN_IF_ERROR(made->Map(made->parts_.address, 0, access));
+    made->mapped_ = true;
+    made->writable_ = access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    return made;
+  }
+
   explicit VmmTwoSided(Parts parts)
       : TwoSided(Pointer(parts.address), parts.sides[0].bytes), parts_(std::move(parts)) {}
 
   size_t size() const { return static_cast<size_t>(bytes()); }
   // Maps a side; where that fails, nothing is mapped at the address.
-  absl::Status Map(CUdeviceptr at, size_t side) const {
+  absl::Status Map(CUdeviceptr at, size_t side,
+                   CUmemAccess_flags flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE) const {
     const CudaApi& api = parts_.driver.api();
     REFITD_RETURN_IF_ERROR(
         REFITD_CUDA_CALL(api, cuMemMap, at, size(), 0, parts_.sides[side].handle, 0));
-    const CUmemAccessDesc access = ReadWriteBy(parts_.device);
+    const CUmemAccessDesc access = AccessBy(parts_.device, flags);
     const absl::Status allowed = REFITD_CUDA_CALL(api, cuMemSetAccess, at, size(), &access, 1);
     if (!allowed.ok()) (void)api.cuMemUnmap(at, size());
     return allowed;
@@ -604,6 +657,7 @@ class VmmTwoSided final : public TwoSided {
   const Parts parts_;
   size_t front_ = 0;
   bool mapped_ = false;
+  bool writable_ = false;
 };
 
 // ---- the memory ----
@@ -716,6 +770,14 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     absl::StatusOr<std::unique_ptr<TwoSided>> made = VmmTwoSided::Make(driver_, device, bytes);
     REFITD_RETURN_IF_ERROR(OfNew(device, bytes, made.status()));
     return made;
+  }
+
+  absl::StatusOr<std::unique_ptr<TwoSided>> OpenTwoSided(int device, SharedSides sides) override {
+    REFITD_RETURN_IF_ERROR(CheckNew(device, sides.bytes));
+    absl::StatusOr<std::unique_ptr<TwoSided>> opened =
+        VmmTwoSided::Open(driver_, device, std::move(sides));
+    if (opened.ok() || IsLost(opened.status())) return opened;
+    return Prefixed(opened.status(), "two-sided memory of device {}", device);
   }
 
   std::shared_ptr<const DeviceRegion> Find(const char* data, int64_t bytes) const override {

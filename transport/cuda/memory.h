@@ -102,6 +102,8 @@ class CudaMemory : public DeviceMemory {
   // accessible to that device alone. Its bytes are not set. Each side is exported as a descriptor
   // that ImportDescriptor takes. Errors as of MakePool.
   virtual absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int device, int64_t bytes) = 0;
+  // Opens such memory of another process. Errors as of ImportDescriptor.
+  virtual absl::StatusOr<std::unique_ptr<TwoSided>> OpenTwoSided(int device, SharedSides sides) = 0;
   // The open region that holds [data, data + bytes), by the addresses of the region's own device;
   // null if there is none. Fast, because it is called for every piece.
   virtual std::shared_ptr<const DeviceRegion> Find(const char* data, int64_t bytes) const = 0;

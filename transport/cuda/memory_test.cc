@@ -3,6 +3,7 @@
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <chrono>
+#include <csignal>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -15,6 +16,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include "tests/aborts.h"
 #include "transport/base/eventually.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/fakes/fake_cuda.h"
@@ -423,6 +425,65 @@ TEST_CASE("a flip that the driver refuses leaves the side that was mapped") {
     CHECK(two.data()[0] == 1);
     REQUIRE(two.Flip().ok());
     CHECK(two.data()[0] != 1);
+  }
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("two-sided memory is opened by its descriptors, to be read until writes are allowed") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  {
+    auto made = memory->MakeTwoSided(1, kMiB);
+    REQUIRE(made.ok());
+    std::memset((*made)->data(), 1, static_cast<size_t>((*made)->bytes()));
+    REQUIRE((*made)->Flip().ok());
+    std::memset((*made)->data(), 2, static_cast<size_t>((*made)->bytes()));
+    const int64_t bytes = (*made)->bytes();
+    SharedSides sides{*(*made)->Share(false), *(*made)->Share(true), bytes};
+    made->reset();  // the descriptors hold the memory
+    auto opened = memory->OpenTwoSided(1, std::move(sides));
+    INFO(opened.status());
+    REQUIRE(opened.ok());
+    TwoSided& two = **opened;
+    CHECK(two.bytes() == bytes);
+    CHECK(two.data()[bytes - 1] == 2);
+    CHECK(EndsBy(SIGSEGV, [&two] { two.data()[0] = 'x'; }));
+    REQUIRE(two.CopyToBack().ok());
+    REQUIRE(two.AllowWrites().ok());
+    two.data()[0] = 'x';
+    REQUIRE(two.Flip().ok());
+    CHECK(two.data()[0] == 2);
+    CHECK(two.data()[bytes - 1] == 2);
+    two.data()[0] = 'y';
+    // The sides can be shared again, as the next daemon needs it.
+    const auto again = memory->OpenTwoSided(1, {*two.Share(false), *two.Share(true), bytes});
+    INFO(again.status());
+    REQUIRE(again.ok());
+    CHECK((*again)->data()[0] == 'y');
+  }
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE("sides that can't be opened are named, and leave nothing behind") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  {
+    const auto made = *memory->MakeTwoSided(1, kMiB);
+    const auto sides = [&](int64_t bytes) {
+      return SharedSides{*made->Share(false), *made->Share(true), bytes};
+    };
+    for (const char* call :
+         {"cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"}) {
+      INFO(call);
+      fake.FailAt(call, 1, 801);
+      CHECK_FALSE(memory->OpenTwoSided(1, sides(made->bytes())).ok());
+    }
+    fake.FailAt("", 0, 0);
+    CHECK(absl::IsFailedPrecondition(memory->OpenTwoSided(0, sides(made->bytes())).status()));
+    CHECK(absl::IsInvalidArgument(memory->OpenTwoSided(1, sides(kMiB + 1)).status()));
+    CHECK(absl::IsInvalidArgument(memory->OpenTwoSided(7, sides(kMiB)).status()));
+    CHECK_FALSE(memory->OpenTwoSided(1, {UniqueFd(), *made->Share(true), made->bytes()}).ok());
+    CHECK(memory->OpenTwoSided(1, sides(made->bytes())).ok());
   }
   CheckNothingOpen(fake);
 }

@@ -22,6 +22,9 @@ enum class DescriptorRequestKind : uint32_t {
       1,  // with exactly one descriptor: a memfd sealed against shrinking; `bytes` of it are mapped
   kReleaseRegion = 2,  // `region_id`; refused while a layout names it
   kMapPool = 3,  // the reply carries the group's pool: writable for trainers, read-only for engines
+  // The reply carries a side of an arena that was kept for this rank (Welcome.kept): `region_id` is
+  // twice the arena's index, and 1 more for the back.
+  kTakeKept = 4,
 };
 
 enum class RegionKind : uint32_t { kMemfd = 1, kDevice = 2 };
@@ -36,7 +39,10 @@ struct DescriptorRequest {
   // kReleaseRegion: the region. kRegisterRegion of kDevice: the memory's address in the process
   // that registers it, so that the daemon recognises memory that comes twice; 0: unknown.
   uint64_t region_id = 0;
-  uint8_t reserved[16] = {};  // zero
+  // kRegisterRegion of an engine: 1 if the daemon is to keep the descriptor, to give it to the rank
+  // that takes this one's place (kTakeKept); else 0.
+  uint32_t keep = 0;
+  uint8_t reserved[12] = {};  // zero
 };
 static_assert(sizeof(DescriptorRequest) == 64 && std::is_trivially_copyable_v<DescriptorRequest>);
 
@@ -46,7 +52,7 @@ struct DescriptorReply {
   uint32_t code = 0;  // a gRPC status code
   uint32_t reserved = 0;
   uint64_t region_id = 0;
-  int64_t bytes = 0;       // of the pool
+  int64_t bytes = 0;       // of the pool, or the side
   int64_t slot_bytes = 0;  // of the pool
   char message[216] = {};  // UTF-8, zero-terminated; empty when code is 0
 };

@@ -20,34 +20,6 @@ absl::Status CheckBytes(int64_t bytes) {
                kMaxRegionBytes);
 }
 
-// Checks that `fd` is a memfd sealed against shrinking, at least `bytes` long.
-absl::Status CheckSealed(const UniqueFd& fd, int64_t bytes) {
-  const int seals = fcntl(fd.get(), F_GET_SEALS);
-  if (seals < 0 && errno == EINVAL) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "descriptor is not a memfd: only sealed memfds can be shared");
-  }
-  if (seals < 0) return ErrnoError(errno, "reading the seals of a region");
-  if ((seals & F_SEAL_SHRINK) == 0) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "memfd is not sealed against shrinking (seals {:#x}; F_SEAL_SHRINK is needed)",
-                 static_cast<unsigned>(seals));
-  }
-  struct statfs system;
-  if (fstatfs(fd.get(), &system) != 0) return ErrnoError(errno, "reading the kind of a region");
-  if (system.f_type == HUGETLBFS_MAGIC) {
-    return Error(absl::StatusCode::kInvalidArgument,
-                 "memfd is of huge pages (MFD_HUGETLB): not supported");
-  }
-  struct stat info;
-  if (fstat(fd.get(), &info) != 0) return ErrnoError(errno, "reading the size of a region");
-  if (info.st_size < bytes) {
-    return Error(absl::StatusCode::kInvalidArgument, "memfd has {} bytes, region claims {}",
-                 static_cast<int64_t>(info.st_size), bytes);
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CheckAccess(const UniqueFd& fd, Access access) {
   const int flags = fcntl(fd.get(), F_GETFL);
   if (flags < 0) return ErrnoError(errno, "reading the access mode of a region");
@@ -95,6 +67,34 @@ absl::StatusOr<UniqueFd> CreateSealedMemfd(const std::string& name, int64_t byte
   return fd;
 }
 
+absl::Status CheckSealedMemfd(const UniqueFd& fd, int64_t bytes) {
+  REFITD_RETURN_IF_ERROR(CheckBytes(bytes));
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
+  if (seals < 0 && errno == EINVAL) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "descriptor is not a memfd: only sealed memfds can be shared");
+  }
+  if (seals < 0) return ErrnoError(errno, "reading the seals of a region");
+  if ((seals & F_SEAL_SHRINK) == 0) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "memfd is not sealed against shrinking (seals {:#x}; F_SEAL_SHRINK is needed)",
+                 static_cast<unsigned>(seals));
+  }
+  struct statfs system;
+  if (fstatfs(fd.get(), &system) != 0) return ErrnoError(errno, "reading the kind of a region");
+  if (system.f_type == HUGETLBFS_MAGIC) {
+    return Error(absl::StatusCode::kInvalidArgument,
+                 "memfd is of huge pages (MFD_HUGETLB): not supported");
+  }
+  struct stat info;
+  if (fstat(fd.get(), &info) != 0) return ErrnoError(errno, "reading the size of a region");
+  if (info.st_size < bytes) {
+    return Error(absl::StatusCode::kInvalidArgument, "memfd has {} bytes, region claims {}",
+                 static_cast<int64_t>(info.st_size), bytes);
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<UniqueFd> ReadOnlyDuplicate(const UniqueFd& fd) {
   // dup() would share the open file description and its access mode; opening again makes a new one.
   const std::string path = fmt::format("/proc/self/fd/{}", fd.get());
@@ -105,8 +105,7 @@ absl::StatusOr<UniqueFd> ReadOnlyDuplicate(const UniqueFd& fd) {
 
 absl::StatusOr<std::shared_ptr<HostRegion>> HostRegion::Map(const UniqueFd& fd, int64_t bytes,
                                                             Access access, bool populate) {
-  REFITD_RETURN_IF_ERROR(CheckBytes(bytes));
-  REFITD_RETURN_IF_ERROR(CheckSealed(fd, bytes));
+  REFITD_RETURN_IF_ERROR(CheckSealedMemfd(fd, bytes));
   REFITD_RETURN_IF_ERROR(CheckAccess(fd, access));
   const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
   // If the mapping may be written, its pages are populated writable, so that a first write does not

@@ -24,6 +24,10 @@ int64_t MachineMemoryBytes();
 // RESOURCE_EXHAUSTED, INVALID_ARGUMENT.
 absl::StatusOr<UniqueFd> CreateSealedMemfd(const std::string& name, int64_t bytes);
 
+// INVALID_ARGUMENT: not a memfd, not sealed against shrinking (F_SEAL_SHRINK), of huge pages,
+// smaller than `bytes`, or bytes not in 1..kMaxRegionBytes.
+absl::Status CheckSealedMemfd(const UniqueFd& fd, int64_t bytes);
+
 // A second descriptor of the same memfd that cannot be mapped writable.
 absl::StatusOr<UniqueFd> ReadOnlyDuplicate(const UniqueFd& fd);
 
@@ -32,10 +36,9 @@ enum class Access : uint8_t { kReadOnly, kReadWrite };
 // A mapping. Immutable after Map; unmaps when destroyed. Thread-safe.
 class HostRegion {
  public:
-  // Maps [0, bytes) of `fd`. INVALID_ARGUMENT: not a memfd, not sealed against shrinking
-  // (F_SEAL_SHRINK), smaller than `bytes` or bytes not in 1..kMaxRegionBytes; PERMISSION_DENIED:
-  // not writable where kReadWrite is asked; RESOURCE_EXHAUSTED: mmap failed. `populate`: page
-  // tables are filled now rather than at the first copy (registered regions do).
+  // Maps [0, bytes) of `fd`. Errors: of CheckSealedMemfd; PERMISSION_DENIED: not writable where
+  // kReadWrite is asked; RESOURCE_EXHAUSTED: mmap failed. `populate`: page tables are filled now
+  // rather than at the first copy (registered regions do).
   static absl::StatusOr<std::shared_ptr<HostRegion>> Map(const UniqueFd& fd, int64_t bytes,
                                                          Access access, bool populate);
   ~HostRegion();

@@ -53,10 +53,11 @@ class Addresses {
   void* begin_;
 };
 
-absl::Status MapAt(char* address, const UniqueFd& side, int64_t bytes) {
+constexpr int kWritable = PROT_READ | PROT_WRITE;
+
+absl::Status MapAt(char* address, const UniqueFd& side, int64_t bytes, int protection = kWritable) {
   const auto size = static_cast<size_t>(bytes);
-  void* const mapped =
-      mmap(address, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, side.get(), 0);
+  void* const mapped = mmap(address, size, protection, MAP_SHARED | MAP_FIXED, side.get(), 0);
   if (mapped == MAP_FAILED) return ErrnoError(errno, "mapping two-sided memory");
   (void)madvise(mapped, size, MADV_DONTDUMP);  // as HostRegion does
   return absl::OkStatus();
@@ -64,15 +65,24 @@ absl::Status MapAt(char* address, const UniqueFd& side, int64_t bytes) {
 
 class HostTwoSided final : public TwoSided {
  public:
-  HostTwoSided(Addresses addresses, std::array<UniqueFd, 2> sides, int64_t bytes)
+  HostTwoSided(Addresses addresses, std::array<UniqueFd, 2> sides, int64_t bytes, bool writable)
       : TwoSided(addresses.Room(0), bytes),
         addresses_(std::move(addresses)),
-        sides_(std::move(sides)) {}
+        sides_(std::move(sides)),
+        writable_(writable) {}
 
   absl::StatusOr<UniqueFd> Share(bool back) const override {
     UniqueFd shared(fcntl(sides_[back ? 1 - front_ : front_].get(), F_DUPFD_CLOEXEC, 0));
     if (!shared.valid()) return ErrnoError(errno, "sharing a side");
     return shared;
+  }
+  absl::Status AllowWrites() override {
+    if (writable_) return absl::OkStatus();
+    if (mprotect(data(), size(), kWritable) != 0) {
+      return ErrnoError(errno, "making two-sided memory writable");
+    }
+    writable_ = true;
+    return absl::OkStatus();
   }
   absl::Status CopyToBack() override {
     std::memcpy(addresses_.Room(1), data(), size());
@@ -104,7 +114,19 @@ class HostTwoSided final : public TwoSided {
   const Addresses addresses_;
   const std::array<UniqueFd, 2> sides_;
   size_t front_ = 0;
+  bool writable_;
 };
+
+// Maps the first side writable or not, and the second one to be written.
+absl::StatusOr<std::unique_ptr<TwoSided>> Map(std::array<UniqueFd, 2> sides, int64_t bytes,
+                                              bool writable) {
+  Addresses addresses(static_cast<size_t>(bytes));
+  if (!addresses.valid()) return ErrnoError(errno, "reserving addresses");
+  REFITD_RETURN_IF_ERROR(
+      MapAt(addresses.Room(0), sides[0], bytes, writable ? kWritable : PROT_READ));
+  REFITD_RETURN_IF_ERROR(MapAt(addresses.Room(1), sides[1], bytes));
+  return std::make_unique<HostTwoSided>(std::move(addresses), std::move(sides), bytes, writable);
+}
 
 }  // namespace
 
@@ -113,12 +135,13 @@ absl::StatusOr<std::unique_ptr<TwoSided>> MakeHostTwoSided(int64_t bytes) {
   for (UniqueFd& side : sides) {
     REFITD_ASSIGN_OR_RETURN(side, CreateSealedMemfd("refit-arena", bytes));
   }
-  Addresses addresses(static_cast<size_t>(bytes));
-  if (!addresses.valid()) return ErrnoError(errno, "reserving addresses");
-  for (size_t i = 0; i < sides.size(); ++i) {
-    REFITD_RETURN_IF_ERROR(MapAt(addresses.Room(i), sides[i], bytes));
-  }
-  return std::make_unique<HostTwoSided>(std::move(addresses), std::move(sides), bytes);
+  return Map(std::move(sides), bytes, /*writable=*/true);
+}
+
+absl::StatusOr<std::unique_ptr<TwoSided>> OpenHostTwoSided(SharedSides sides) {
+  REFITD_RETURN_IF_ERROR(CheckSealedMemfd(sides.front, sides.bytes));
+  REFITD_RETURN_IF_ERROR(CheckSealedMemfd(sides.back, sides.bytes));
+  return Map({std::move(sides.front), std::move(sides.back)}, sides.bytes, /*writable=*/false);
 }
 
 }  // namespace refitd

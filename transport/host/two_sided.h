@@ -13,6 +13,9 @@ namespace refitd {
 
 // Errors as of CreateSealedMemfd and HostRegion::Map.
 absl::StatusOr<std::unique_ptr<TwoSided>> MakeHostTwoSided(int64_t bytes);
+// Opens such memory of another process. INVALID_ARGUMENT: a descriptor is no memfd that is sealed
+// against shrinking, or has fewer bytes.
+absl::StatusOr<std::unique_ptr<TwoSided>> OpenHostTwoSided(SharedSides sides);
 
 }  // namespace refitd
 

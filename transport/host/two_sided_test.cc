@@ -1,9 +1,14 @@
 #include "transport/host/two_sided.h"
 
+#include <sys/mman.h>
+
 #include <catch2/catch.hpp>
+#include <csignal>
 #include <cstring>
 #include <string>
+#include <utility>
 
+#include "tests/aborts.h"
 #include "transport/host/memory.h"
 
 namespace refitd {
@@ -64,6 +69,56 @@ TEST_CASE("the back can be made equal to the front") {
   const std::string before(memory->data(), static_cast<size_t>(memory->bytes()));
   REQUIRE(memory->Flip().ok());
   CHECK(before == std::string(memory->data(), static_cast<size_t>(memory->bytes())));
+}
+
+std::unique_ptr<TwoSided> Open(const TwoSided& memory) {
+  auto opened = OpenHostTwoSided({*memory.Share(false), *memory.Share(true), memory.bytes()});
+  REQUIRE(opened.ok());
+  return *std::move(opened);
+}
+
+TEST_CASE("memory that another process made is opened as it is, and flips for itself") {
+  std::unique_ptr<TwoSided> made = Make(8192);
+  made->data()[5000] = 'a';
+  REQUIRE(made->Flip().ok());
+  made->data()[5000] = 'b';
+  const auto opened = Open(*made);
+  made.reset();
+  CHECK(opened->bytes() == 8192);
+  CHECK(opened->data()[5000] == 'b');
+  REQUIRE(opened->AllowWrites().ok());
+  opened->data()[5001] = 'c';
+  REQUIRE(opened->Flip().ok());
+  CHECK(opened->data()[5000] == 'a');
+  opened->data()[5001] = 'd';
+  REQUIRE(opened->Flip().ok());
+  CHECK(opened->data()[5001] == 'c');
+}
+
+TEST_CASE("memory that was opened can't be written before that is allowed; its back can") {
+  const auto made = Make(8192);
+  made->data()[0] = 'a';
+  const auto opened = Open(*made);
+  CHECK(EndsBy(SIGSEGV, [&] { opened->data()[0] = 'x'; }));
+  REQUIRE(opened->CopyToBack().ok());
+  CHECK(MapSide(*made, true)->data()[0] == 'a');
+  CHECK_FALSE(EndsBy(SIGSEGV, [&] {
+    (void)opened->AllowWrites();
+    opened->data()[0] = 'x';
+  }));
+}
+
+TEST_CASE("sides that are no sealed memory of that size are not opened") {
+  const auto made = Make(4096);
+  const auto refused = [](UniqueFd front, UniqueFd back, int64_t bytes) {
+    return absl::IsInvalidArgument(
+        OpenHostTwoSided({std::move(front), std::move(back), bytes}).status());
+  };
+  CHECK(refused(*made->Share(false), *made->Share(true), 4097));
+  CHECK(refused(*made->Share(false), *made->Share(true), 0));
+  const auto unsealed = [] { return UniqueFd(memfd_create("test", MFD_CLOEXEC)); };
+  CHECK(refused(unsealed(), *made->Share(true), 4096));
+  CHECK(refused(*made->Share(false), unsealed(), 4096));
 }
 
 TEST_CASE("two-sided memory of no bytes, or of too many, is refused") {

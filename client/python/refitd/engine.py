@@ -22,9 +22,9 @@ from ._core import awaited, ends_soon, interruptible, native, paused
 from ._core.member import Connect, Member, Registration, TensorList, check_tensors, checked_version
 from ._core.native import check, last_failure, made_by, shown, text
 from ._core.tensors import Places, describe, is_module
-from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument
+from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument, NotFound
 from .layout import Box, TensorSpec, devices
-from .layout.memory import BY_CODE, DTYPES, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
+from .layout.memory import BY_CODE, DTYPES, Arena, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
 
 if TYPE_CHECKING:
     import numpy
@@ -277,6 +277,7 @@ class Engine(Member):
         trainer_identity: str | None = None,
         dirty: bool = False,
         catch_up: bool = True,
+        restore: bool = False,
         device: str | None = None,
         socket: str | None = None,
         connect: Connect = Connect(),
@@ -303,6 +304,9 @@ class Engine(Member):
                 version, its registered memory is read at any time and given to others: from Committed until the next Prepare is
                 answered, parameters are registered anew or the engine is closed, that memory must be the rank's weights, unchanged. Pass
                 False where it is not, or where events are taken only when the trainer calls.
+            restore: Without `loader`, whether the daemon keeps this rank's arenas when its process ends (GroupSpec.keep_seconds), and the rank
+                takes up by restore() those that it keeps of this rank's last process; without this they are given up. Not with `held_version`
+                or `dirty`.
             device: Where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where torch has used CUDA in this
                 process, else host memory until tensors on a GPU are registered, for which the engine attaches anew there.
             socket: The path of the daemon's socket, in short for `connect.socket`.
@@ -312,13 +316,13 @@ class Engine(Member):
             Unavailable: No daemon answers.
             DeadlineExceeded: The group does not appear.
             AlreadyExists: This rank is attached.
-            PermissionDenied: Another identity owns the group.
+            PermissionDenied: Another identity owns the group, or the arenas to restore are another user's.
             InvalidArgument, FailedPrecondition: An argument is wrong, or the group or another rank disagrees.
         """
         super().__init__(f"instance {instance}", group, rank, world_size)
         self.instance = instance
         self.device = devices.current() if device is None else device
-        self._follows_memory = device is None  # whether the device is the first registered tensor's
+        self._follows_memory = device is None and not restore  # whether the device is the first registered tensor's
         self._places: Places | None = None
         self._written: tuple[Registration, list[Any] | None, list[Any]] | None = None  # the tensors of this registration and these places
         self._events = threading.Lock()  # one thread at a time takes events
@@ -331,6 +335,7 @@ class Engine(Member):
             world_size=world_size,
             delivery=native.DELIVERIES["loader" if loader else "in_place"],
             dirty=int(dirty),
+            restore=int(restore),
             catch_up=native.CATCH_UP_DEFAULT if catch_up else native.CATCH_UP_NEVER,
             held_owner=text(held_owner),
             trainer_identity=text(trainer_identity),
@@ -349,6 +354,11 @@ class Engine(Member):
         options.connect = ctypes.pointer(made)
         self._options = options, made, manifest is not None and listed  # what the structures point to is kept
         self._attach(options)
+
+    def _close(self, wait_seconds: float) -> None:
+        super()._close(wait_seconds)
+        with self._lock:
+            self._written = None  # it refers to the regions, which the next engine may want
 
     # ---- layout ----
 
@@ -382,6 +392,44 @@ class Engine(Member):
         self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
         if module is not None:
             self._places = Places(module, getattr(layout, "parameter_names", None))
+
+    def restore(self, module: torch.nn.Module, *, buffers: bool = True) -> bool:
+        """Gives a module's parameters and persistent buffers memory with two sides, and registers them. With Engine(restore=True) that is the
+        memory of this rank's last process, if the daemon keeps it and the same module was moved there by refitd.adopt(arena=True): it can be read
+        only until the daemon has found layout and content to be what was committed. Else it is new, of zeros.
+
+        The module needs no memory of its own for them (build it on the device "meta"); what values they have are let go. The Parameter objects
+        become others, as by `module.to_empty`, and keep attributes and ties. Buffers that are not persistent stay as they are.
+
+        Args:
+            module: A torch module.
+            buffers: Whether persistent buffers are placed and registered as well.
+
+        Returns:
+            Whether the memory holds `version`. If not, load the weights and register the module, so that both sides have what no version brings.
+
+        Raises:
+            ResourceExhausted: There is too little memory.
+            What register() raises.
+        """
+        from .layout.placement import place_in_arenas
+
+        place_in_arenas(module, interruptible(self._take_kept, cancel=ends_soon), self.device, buffers)
+        self.register(module, buffers=buffers)
+        return self.version is not None
+
+    def _take_kept(self) -> list[Arena]:
+        """The arenas that the daemon keeps for this rank."""
+        arenas: list[Arena] = []
+        library = native.library()
+        with self._handle as handle:
+            while True:
+                try:
+                    made = made_by("refit_engine_take_kept", handle, len(arenas), free="refit_arena_free", what="an arena", context=self.label)
+                except NotFound:
+                    return arenas
+                with made as arena:
+                    arenas.append(Arena(library.refit_arena_data(arena), library.refit_arena_bytes(arena), made))
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
         """Does what register() does, for plain records.

@@ -1,6 +1,7 @@
 """Engines whose weights lie in an arena: versions are staged while the engine serves, and ready() puts them into place."""
 
 import gc
+import multiprocessing
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd  # noqa: E402
-from support import SECONDS, DaemonTest, Server  # noqa: E402
+from support import SECONDS, DaemonTest, Server, wait_until  # noqa: E402
 from torch import nn  # noqa: E402
 
 
@@ -45,6 +46,24 @@ class Beside:
     def __exit__(self, *_):
         self._future.result(SECONDS)
         self._pool.shutdown()
+
+
+def serve(socket, group, pipe):
+    """An engine in a process of its own, until it is killed. Sends the version that it holds: at first, and at each commit. After that it
+    adds to a weight what it is sent, as a bug might, and says so."""
+    model = Model()
+    refitd.adopt(model, arena=True)
+    with refitd.Engine(group, instance="a", socket=socket, device="host", restore=True) as engine:
+        engine.register(model)
+        pipe.send(engine.version)
+        for event in engine:
+            if isinstance(event, refitd.Prepare):
+                event.ready()
+            elif isinstance(event, refitd.Committed):
+                pipe.send(event.version)
+                with torch.no_grad():
+                    model.layers[0].weight[3, 4] += pipe.recv()
+                pipe.send("done")
 
 
 class ArenaTest(DaemonTest):
@@ -145,6 +164,89 @@ class ArenaTest(DaemonTest):
         self.sender.release()
         self.sender.refit(3)
         server.wait_for(refitd.Committed, 3)
+
+    def killed(self, version, change=0.0):
+        """An engine is killed that holds the version, after it has changed a weight by that much."""
+        context = multiprocessing.get_context("spawn")
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(self.daemon.socket, self.group, theirs), daemon=True)
+        process.start()
+        self.addCleanup(process.kill)
+        self.assertIsNone(pipe.recv())
+        self.source.load_state_dict(other(version))
+        self.sender.refit(version)
+        self.assertEqual(pipe.recv(), version)
+        pipe.send(change)
+        self.assertEqual(pipe.recv(), "done")
+        process.kill()
+        process.join(SECONDS)
+        wait_until(lambda: self.kept() == [version], "the arenas are kept")
+
+    def kept(self):
+        return [int(arena["version"]) for arena in self.status()["arenas"] if arena["group"] == self.group and arena["kept"]]
+
+    def on_meta(self):
+        with torch.device("meta"):
+            model = Model()
+        model.table = torch.arange(16.0)
+        model.embed.weight.note = "an attribute"
+        return model
+
+    def test_an_engine_restarts_with_the_weights_of_the_one_before(self):
+        self.killed(1)
+        model = self.on_meta()
+        engine = self.engine(restore=True)
+        self.assertTrue(engine.restore(model))
+        self.assertEqual(engine.version, 1)
+        for name, tensor in self.source.state_dict().items():
+            self.assertTrue(torch.equal(model.state_dict()[name], tensor), name)
+        self.assertIs(model.head.weight, model.embed.weight)
+        self.assertEqual(model.embed.weight.note, "an attribute")
+        self.assertTrue(model.embed.weight.requires_grad)
+        tokens = torch.arange(8)
+        self.assertTrue(torch.equal(model(tokens), self.source(tokens)))
+        self.assertIsNone(engine.poll())  # no catch-up
+        self.assertEqual(self.kept(), [])
+        server = Server(self, engine)
+        self.source.load_state_dict(other(2))
+        self.sender.refit(2)
+        server.wait_for(refitd.Committed)
+        self.assertTrue(torch.equal(model(tokens), self.source(tokens)))
+
+    def test_weights_that_the_process_changed_are_no_version(self):
+        self.killed(1, change=1.0)
+        model = self.on_meta()
+        engine = self.engine(restore=True)
+        self.assertFalse(engine.restore(model))
+        self.assertIsNone(engine.version)
+        self.assertIn("its content differs", self.daemon.read_log())
+        model.load_state_dict(other(7))  # the memory is as good as new
+        engine.register(model)
+        server = Server(self, engine)
+        self.source.load_state_dict(other(2))
+        self.sender.refit(2)
+        server.wait_for(refitd.Committed)
+        self.assertTrue(torch.equal(model(torch.arange(8)), self.source(torch.arange(8))))
+
+    def test_another_model_gets_new_memory_and_no_version(self):
+        self.killed(1)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4))
+        engine = self.engine(restore=True)
+        self.assertFalse(engine.restore(model))
+        self.assertTrue(torch.equal(model[0].weight, torch.zeros(4, 4)))
+        self.assertIn("its layout differs", self.daemon.read_log())
+
+    def test_without_restore_the_arenas_are_given_up(self):
+        self.killed(1)
+        engine = self.engine()
+        self.assertEqual(self.kept(), [])
+        self.assertFalse(engine.restore(self.on_meta()))
+
+    def test_arguments_that_contradict_restore_are_refused(self):
+        for wrong in ({"held_version": 1}, {"dirty": True}, {"loader": True}):
+            with self.assertRaises(refitd.InvalidArgument):
+                self.engine(restore=True, **wrong)
 
     def test_an_arena_of_another_engine_is_refused(self):
         model, _ = self.adopted()

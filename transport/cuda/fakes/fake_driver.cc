@@ -730,7 +730,10 @@ CUresult cuMemExportToShareableHandle(void* descriptor, CUmemGenericAllocationHa
                                       unsigned long long /*flags*/) {
   const Call call("cuMemExportToShareableHandle", false);
   if (call.failed()) return call.result;
-  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_INVALID_VALUE;
+  // The driver exports no imported memory.
+  if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || (handle & kCreated) == 0) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
   const int fd = dup(BlockOf(*call.fake, handle).fd);
   std::memcpy(descriptor, &fd, sizeof(fd));
   return fd < 0 ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
@@ -843,6 +846,10 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc
     const int device = access[i].location.id;
     if ((Reach(*call.fake, it->second.device) >> device & 1) == 0) return CUDA_ERROR_INVALID_DEVICE;
     it->second.reach |= 1U << device;
+    const bool writable = access[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+    if (mprotect(At(address), bytes, PROT_READ | (writable ? PROT_WRITE : 0)) != 0) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
   }
   return CUDA_SUCCESS;
 }

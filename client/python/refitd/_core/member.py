@@ -349,6 +349,8 @@ class GroupSpec:
             several daemons.
         hold_previous_seconds: How long after a commit engines with arenas keep the version before, for `Trainer.rollback`: the next update
             is not staged until then, or until `Trainer.release`. A whole number; 0: it may be staged at once.
+        keep_seconds: How long a daemon keeps the arenas of an engine rank with `restore` that has gone, for the rank that takes its place;
+            0: not at all.
     """
 
     min_instances: int = 1
@@ -359,6 +361,7 @@ class GroupSpec:
     max_lag: int = 0
     encrypted_data: bool = False
     hold_previous_seconds: int = 0
+    keep_seconds: int = 600
 
     def _structure(self, world_size: int) -> native.refit_group_spec:
         """The C structure, of a group with `world_size` trainer ranks."""
@@ -377,6 +380,7 @@ class GroupSpec:
             max_lag=checked_count(self.max_lag, "max_lag", 0),
             encrypted_data=1 if self.encrypted_data else 0,
             hold_previous_seconds=checked_count(self.hold_previous_seconds, "hold_previous_seconds", 0),
+            keep_seconds=checked_count(self.keep_seconds, "keep_seconds", 0) or -1,
         )
 
 
@@ -655,6 +659,10 @@ class Member:
                 rooms[id(memory)] = memory
         self._make_staging(registration, outside, rooms, places)
         resolver = self._resolver(registration, places)
+        # In the order in which they were made, as the rank finds them that takes this one's place (Engine.restore).
+        arenas = {region for region, _ in places.values() if isinstance(region, Arena)}
+        for arena in sorted(arenas, key=lambda arena: arena.number):
+            self._known_region(arena)
         for box in registration.boxes:
             if resolver is not None and id(box.memory) not in places:
                 registration.pieces += resolver.pieces(box, registration.tensor_of(box))

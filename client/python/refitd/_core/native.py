@@ -146,7 +146,7 @@ class refit_group_spec(ctypes.Structure):
     _fields_ = _fields(
         struct_size=c_size_t, trainer_ranks=c_int32, min_instances=c_int32, slot_bytes=c_int64, slots=c_int32, engine_only_count=c_int32,
         engine_only_tensors=POINTER(c_char_p), unwanted_count=c_int32, unwanted_tensors=POINTER(c_char_p), max_lag=c_int64,
-        encrypted_data=c_int32, hold_previous_seconds=c_int64,
+        encrypted_data=c_int32, hold_previous_seconds=c_int64, keep_seconds=c_int32,
     )  # fmt: skip
 
 
@@ -191,6 +191,7 @@ class refit_engine_options(ctypes.Structure):
         struct_size=c_size_t, connect=POINTER(refit_connect_options), instance=c_char_p, rank=c_int32, world_size=c_int32, delivery=c_int32,
         has_manifest=c_int32, manifest=c_void_p, manifest_count=c_int64, has_held_version=c_int32, held_version=c_int64, dirty=c_int32,
         held_origin=c_uint64, catch_up=c_int32, held_owner=c_char_p, trainer_identity=c_char_p, held_digest=c_uint64,
+        restore=c_int32,
     )  # fmt: skip
 
 
@@ -286,6 +287,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_arena_bytes": (c_int64, (c_void_p,)),
     "refit_arena_free": (None, (c_void_p,)),
     "refit_engine_add_arena": (_STATUS, (c_void_p, c_void_p, _OUT)),
+    "refit_engine_take_kept": (_STATUS, (c_void_p, c_int32, _OUT)),
     "refit_engine_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_engine_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
     "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),

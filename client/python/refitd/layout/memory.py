@@ -16,6 +16,7 @@ import abc
 import bisect
 import ctypes
 import fcntl
+import itertools
 import math
 import mmap
 import os
@@ -343,10 +344,14 @@ class Arena:
 
     def __init__(self, pointer: int, nbytes: int, handle: Any) -> None:
         """`handle`: the C arena, which is closed with the last reference."""
+        self.number = next(_arena_numbers)  # in the order in which arenas were made
         self.pointer = pointer
         self.nbytes = nbytes
         self.handle = handle
         _table.add(self)
+
+
+_arena_numbers = itertools.count()
 
 
 class _Table:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from .._core import ends_soon, interruptible, native
 from .._core.native import made_by, text
+from ..errors import Unimplemented
 from . import devices
 from .memory import Arena, DeviceBytes, HostBytes, Region, aligned, locate, resolve, torch_dtype
 
@@ -30,7 +31,7 @@ def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True
 
     Args:
         module: A torch module.
-        buffers: Whether its buffers are moved as well.
+        buffers: Whether its buffers are moved as well; into arenas the persistent ones, since no version brings others.
         inherit: Whether forked children, such as a data loader's workers, share the weights with this process, in both directions (in
             other memory, a child has its own copy from the fork on). False: children don't have the weights, and a child that touches them
             ends by SIGSEGV. Children share an arena, and must not read it while its sides are exchanged.
@@ -42,13 +43,27 @@ def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True
     Raises:
         ResourceExhausted: There is too little memory.
     """
+    if arena:
+        adopt_in_arenas(_weights(module, buffers))
+        return None
     tensors: list[torch.Tensor] = list(module.parameters())
     if buffers:
         tensors += list(module.buffers())
-    if not arena:
-        return adopt_tensors(tensors, inherit)
-    adopt_in_arenas(tensors)
-    return None
+    return adopt_tensors(tensors, inherit)
+
+
+def _weights(module: torch.nn.Module, buffers: bool) -> list[torch.Tensor]:
+    """What versions bring: the parameters, and with `buffers` the persistent buffers."""
+    tensors: list[torch.Tensor] = list(module.parameters())
+    if not buffers:
+        return tensors
+    found = {
+        id(buffer): buffer
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }
+    return tensors + list(found.values())
 
 
 def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Region | None:
@@ -69,8 +84,7 @@ def adopt_in_arenas(tensors: Iterable[torch.Tensor]) -> None:
     listed = list(tensors)
     device = devices.device_of(listed[:1])
     kind = devices.kind_of(device)
-    found = _storages(listed, "cpu" if kind is None else kind.torch_type)
-    for batch in _batches(found, max(ARENA_BYTES, _room_for(found) // MOST_ARENAS)):
+    for batch in _batches(_storages(listed, "cpu" if kind is None else kind.torch_type)):
         if kind is not None:
             kind.synchronize_all(device)
             kind.release_unused()
@@ -80,6 +94,7 @@ def adopt_in_arenas(tensors: Iterable[torch.Tensor]) -> None:
         kind.synchronize_all(device)
 
 
+DEVICE_UNIT = 2 << 20  # bytes; a device gives memory that can be shared in multiples of it
 MOST_ARENAS = 8
 ARENA_BYTES = 8 << 30  # of the arenas of a model that is smaller than MOST_ARENAS of these: each lengthens the pause by 0.09 ms on an H200
 
@@ -128,8 +143,9 @@ def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> list[list[to
     return list(found.values())
 
 
-def _batches(found: list[list[torch.Tensor]], nbytes: int) -> Iterator[list[list[torch.Tensor]]]:
-    """The storages in batches of `nbytes` or little more."""
+def _batches(found: list[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
+    """The storages by the arena that each gets: the same for the same tensors in the same order."""
+    nbytes = max(ARENA_BYTES, _room_for(found) // MOST_ARENAS)
     batch: list[list[torch.Tensor]] = []
     total = 0
     for tensors in found:
@@ -151,14 +167,60 @@ def _move(found: list[list[torch.Tensor]], room: HostBytes | DeviceBytes) -> Non
     """Moves the storages into the room. The tensor objects stay the same, and tensors that share memory go on sharing it."""
     import torch
 
-    at = 0
     with torch.no_grad():
-        for tensors in found:
-            storage = tensors[0].untyped_storage()
-            device = tensors[0].device
-            whole = room.part(at, storage.nbytes()).torch((storage.nbytes(),), "uint8")
-            whole.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+        for tensors, whole in _places(found, room):
+            whole.copy_(torch.empty(0, dtype=torch.uint8, device=whole.device).set_(tensors[0].untyped_storage()))
             for tensor in tensors:
-                offset = whole.storage_offset() // tensor.element_size() + tensor.storage_offset()
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=device).set_(whole.untyped_storage(), offset, tensor.shape, tensor.stride())
-            at += aligned(storage.nbytes())
+                tensor.data = _in(whole, tensor)
+
+
+def _places(found: list[list[torch.Tensor]], room: HostBytes | DeviceBytes) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """The storages' tensors, and the bytes in the room that each storage gets."""
+    at = 0
+    for tensors in found:
+        nbytes = tensors[0].untyped_storage().nbytes()
+        yield tensors, room.part(at, nbytes).torch((nbytes,), "uint8")
+        at += aligned(nbytes)
+
+
+def _in(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as `tensor` is, in `whole` in place of its storage."""
+    import torch
+
+    offset = whole.storage_offset() // tensor.element_size() + tensor.storage_offset()
+    return torch.empty(0, dtype=tensor.dtype, device=whole.device).set_(whole.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+
+def place_in_arenas(module: torch.nn.Module, kept: Sequence[Arena], device: str | None, buffers: bool) -> None:
+    """Gives the module's parameters and persistent buffers memory in arenas, where adopt(arena=True) would put them; what memory they have is
+    let go, with its values. They become other Parameter objects, as by torch's `to_empty`, and keep attributes and ties.
+
+    Args:
+        kept: The arenas to use, if there are as many as are needed, and large enough; else new ones are made, of zeros.
+        device: A device's name; None or "host": host memory.
+    """
+    import torch
+
+    found: dict[int, list[torch.Tensor]] = {}  # by storage; one without memory has no address
+    for tensor in _weights(module, buffers):
+        if hasattr(tensor, "_local_tensor"):
+            raise Unimplemented("a DTensor can't be placed in an arena without its values")
+        if tensor.numel() > 0:
+            found.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+    batches = list(_batches(list(found.values())))
+    rooms = [_room_for(batch) for batch in batches]
+    # A device gives memory in larger units than the host.
+    unit = DEVICE_UNIT if devices.kind_of(device) else 1
+    if [arena.nbytes for arena in kept] != [-(-room // unit) * unit for room in rooms]:
+        kept = [_new_arena(room, device) for room in rooms]
+    placed: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for batch, arena in zip(batches, kept):
+            for tensors, whole in _places(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena)):
+                for tensor in tensors:
+                    made = torch.Tensor._make_subclass(type(tensor), _in(whole, tensor), tensor.requires_grad)
+                    made.__dict__.update(tensor.__dict__)
+                    placed[id(tensor)] = made
+    for owner in module.modules():
+        for held in (owner._parameters, owner._buffers):
+            held.update({name: placed[id(tensor)] for name, tensor in held.items() if tensor is not None and id(tensor) in placed})

@@ -1,0 +1,383 @@
+// Engine ranks of a daemon whose leases end, and ranks that take their places.
+#include "daemon/node/restore.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <catch2/catch.hpp>
+#include <csignal>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "daemon/node/parts_test_util.h"
+#include "daemon/sockets/peer_credentials.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+using Catch::Contains;
+
+constexpr int64_t kBytes = 4096;
+constexpr int64_t kElements = 8;
+
+// A process that the test kills.
+class Child {
+ public:
+  Child() : pid_(fork()) {
+    if (pid_ == 0) {
+      pause();
+      _exit(0);
+    }
+    process_.pid = pid_;
+    process_.uid = getuid();
+    process_.pidfd = std::make_shared<const UniqueFd>(OpenPidfd(pid_));
+  }
+  ~Child() { Kill(); }
+  Child(const Child&) = delete;
+  Child& operator=(const Child&) = delete;
+
+  const PeerCredentials& process() const { return process_; }
+  void Kill() {
+    if (pid_ <= 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(std::exchange(pid_, -1), nullptr, 0);
+  }
+
+ private:
+  pid_t pid_;
+  PeerCredentials process_;
+};
+
+// A trainer and engines with arenas of one region, in which "w" lies.
+struct World {
+  explicit World(int keep_seconds = kDefaultKeepSeconds, DaemonOptions options = {})
+      : parts("a", std::move(options)) {
+    spec.keep_seconds = keep_seconds;
+    trainer = parts.AttachTrainer("g", spec);
+  }
+
+  // Attaches a rank of that process, which restores or not.
+  Attached Attach(const PeerCredentials& process, bool restores = false, int world_size = 1,
+                  const std::string& instance = "i") {
+    Arrival arrival = DaemonParts::Engine(instance, DeliveryMode::kInPlace, 0, world_size);
+    arrival.record.peer.credentials = process;
+    arrival.record.restores = restores;
+    return parts.Attach(std::move(arrival), "g", std::nullopt);
+  }
+  RegionId Share(const Attached& engine, const UniqueFd& fd) {
+    const auto region = parts.memory().RegisterRegion(engine.token(), *engine.peer.credentials,
+                                                      UniqueFd(dup(fd.get())), RegionKind::kMemfd,
+                                                      kBytes, /*address=*/0, /*keep=*/true);
+    INFO(region.status());
+    REQUIRE(region.ok());
+    return *region;
+  }
+  absl::StatusOr<MemberCalls::RegisteredLayout> Register(const Attached& engine, RegionId front,
+                                                         RegionId back,
+                                                         const std::string& tensor = "w",
+                                                         uint64_t generation = 1,
+                                                         uint64_t flips = 0) {
+    Layout layout = LayoutOf(front, kElements, generation);
+    layout.flips = flips;
+    layout.tensors = {{tensor, DType::kUint8, {kElements}}};
+    layout.backs = {{front, back}};
+    Answer answer;
+    auto kept = std::make_shared<absl::StatusOr<MemberCalls::RegisteredLayout>>();
+    parts.calls().RegisterLayout(parts.daemon().NewCall(), engine.caller(), /*as_engine=*/true,
+                                 std::move(layout),
+                                 [kept, reply = answer.function()](const auto& registered) {
+                                   *kept = registered;
+                                   reply(registered.status(), EmptyReply{});
+                                 });
+    (void)answer.status();
+    return *kept;
+  }
+  Attached Serve(const PeerCredentials& process) {
+    Attached engine = Attach(process);
+    const auto registered = Register(engine, Share(engine, front.fd), Share(engine, back.fd));
+    INFO(registered.status());
+    REQUIRE(registered.ok());
+    CHECK_FALSE(registered->kept);
+    return engine;
+  }
+  // Installs the bytes, all of whose elements are `value`, in the engine.
+  void Install(int64_t version, char value, const Attached& engine) {
+    Stage(version, value);
+    REQUIRE(Eventually([&] { return engine.inbox->Last<SendFlip>().has_value(); }));
+    const UpdateId update = engine.inbox->Last<SendFlip>()->update;
+    parts.calls().HandleEngineEvent(engine.id, ReadyEvent{engine.id, update});
+    REQUIRE(committed->status().ok());
+    CHECK(engine.inbox->Last<SendCommitted>()->version == Version(version));
+  }
+  // Brings all of the version; the engine has to flip then.
+  void Stage(int64_t version, char value) {
+    REQUIRE(parts.Begin(trainer, version).status().ok());
+    bytes = std::string(kElements, value);
+    ReceivedPush push;
+    push.event.version = Version(version);
+    push.received = InlineBucket({"w", DType::kUint8, {kElements}}, bytes);
+    Answer pushed;
+    parts.calls().PushBucket(parts.daemon().NewCall(), trainer.caller(), std::move(push),
+                             pushed.function());
+    REQUIRE(pushed.status().ok());
+    CommitEvent commit;
+    commit.version = Version(version);
+    commit.bucket_count = 1;
+    committed.emplace(parts.Call(trainer, commit));
+  }
+  absl::StatusOr<SideHandle> Side(const Attached& engine, uint64_t side) {
+    return parts.memory().TakeKept(engine.token(), *engine.peer.credentials, side);
+  }
+  // Registers the sides that are kept for the engine.
+  absl::StatusOr<MemberCalls::RegisteredLayout> TakeUp(const Attached& engine,
+                                                       const std::string& tensor = "w") {
+    const SideHandle read = *Side(engine, 0);
+    const SideHandle written = *Side(engine, 1);
+    return Register(engine, Share(engine, read.fd), Share(engine, written.fd), tensor);
+  }
+  size_t kept() {
+    const StateLock lock(&parts.state().mutex);
+    parts.state().CheckInvariants();
+    return parts.state().kept.size();
+  }
+  std::optional<Version> VersionOf(const std::string& instance = "i") {
+    const GroupDetails group = *parts.operators().Group("g");
+    for (const InstanceView& each : group.machine.group.instances) {
+      if (each.name == instance) return each.version;
+    }
+    return std::nullopt;
+  }
+
+  GroupSpec spec = Spec();
+  DaemonParts parts;
+  SharedMemory front{kBytes};
+  SharedMemory back{kBytes};
+  Attached trainer;
+  std::string bytes;
+  std::optional<Answer> committed;
+};
+
+TEST_CASE("a rank that takes the place of a dead one is clean at its version, without an update") {
+  World world;
+  Child first;
+  const Attached engine = world.Serve(first.process());
+  const int flips = GENERATE(1, 2);
+  for (int version = 1; version <= flips; ++version) {
+    world.Install(version, static_cast<char>('a' + version), engine);
+  }
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+
+  const Child second;
+  const Attached again = world.Attach(second.process(), /*restores=*/true);
+  const auto& kept = again.inbox->welcome().kept;
+  REQUIRE(kept.has_value());
+  CHECK(kept->content.version == Version(flips));
+  CHECK(kept->region_bytes == std::vector<int64_t>{kBytes});
+  const auto side = world.Side(again, 0);
+  REQUIRE(side.ok());
+  CHECK(side->bytes == kBytes);
+  const auto read = HostRegion::Map(side->fd, kBytes, Access::kReadOnly, false);
+  CHECK(std::string((*read)->data(), kElements) ==
+        std::string(kElements, static_cast<char>('a' + flips)));
+  const auto registered = world.TakeUp(again);
+  INFO(registered.status());
+  REQUIRE(registered.ok());
+  CHECK(registered->kept);
+  CHECK(world.VersionOf() == Version(flips));
+  CHECK(again.inbox->All<SendFlip>().empty());
+  // What was kept is the rank's own now.
+  CHECK(world.kept() == 0);
+  CHECK(absl::IsFailedPrecondition(world.Side(again, 0).status()));
+  world.Install(flips + 1, 'z', again);
+}
+
+TEST_CASE("a rank that registers the same layout anew is kept, one that registers another is not") {
+  World world;
+  Child first;
+  const Attached engine = world.Serve(first.process());
+  world.Install(1, 'a', engine);
+  const bool other = GENERATE(false, true);
+  RegionId read;
+  RegionId written;
+  {
+    const StateLock lock(&world.parts.state().mutex);
+    const MemberRecord& record = *world.parts.state().members.Find(engine.id);
+    read = record.Side(record.layout->backs[0].region, false);
+    written = record.Side(record.layout->backs[0].region, true);
+  }
+  REQUIRE(world.Register(engine, read, written, other ? "v" : "w", 2, 1).ok());
+  first.Kill();
+  REQUIRE(Eventually(
+      [&] { return world.parts.operators().Group("g")->machine.group.instances.empty(); }));
+  CHECK(world.kept() == (other ? 0 : 1));
+  if (other) return;
+  const Child second;
+  const auto registered = world.TakeUp(world.Attach(second.process(), /*restores=*/true));
+  REQUIRE(registered.ok());
+  CHECK(registered->kept);
+}
+
+TEST_CASE(
+    "a rank that takes up arenas and dies before it has registered leaves them as they were") {
+  World world;
+  Child first;
+  world.Install(1, 'a', world.Serve(first.process()));
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  Child second;
+  const Attached engine = world.Attach(second.process(), /*restores=*/true);
+  CHECK(world.kept() == 0);
+  CHECK(world.Side(engine, 1).ok());
+  second.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  const Child third;
+  const auto registered = world.TakeUp(world.Attach(third.process(), /*restores=*/true));
+  REQUIRE(registered.ok());
+  CHECK(registered->kept);
+}
+
+TEST_CASE("killed while a version is staged, or in its flip, a rank leaves the version before") {
+  World world;
+  Child first;
+  const Attached engine = world.Serve(first.process());
+  world.Install(1, 'a', engine);
+  const bool flipping = GENERATE(false, true);
+  if (flipping) {
+    world.Stage(2, 'b');
+    REQUIRE(Eventually([&] { return engine.inbox->All<SendFlip>().size() == 2; }));
+  } else {
+    REQUIRE(world.parts.Begin(world.trainer, 2).status().ok());
+  }
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  REQUIRE(Eventually(
+      [&] { return world.parts.operators().Group("g")->machine.group.instances.empty(); }));
+  const Child second;
+  const Attached again = world.Attach(second.process(), /*restores=*/true);
+  REQUIRE(again.inbox->welcome().kept.has_value());
+  CHECK(again.inbox->welcome().kept->content.version == Version(1));
+  CHECK(world.TakeUp(again)->kept);
+}
+
+TEST_CASE("memory that a dead rank has changed, or that gets other names, holds no version (P11)") {
+  World world;
+  Child first;
+  world.Install(1, 'a', world.Serve(first.process()));
+  const bool renamed = GENERATE(false, true);
+  if (!renamed) world.back.data()[3] = 'x';  // the front, after one flip
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  const Child second;
+  const Attached again = world.Attach(second.process(), /*restores=*/true);
+  const auto registered = world.TakeUp(again, renamed ? "v" : "w");
+  REQUIRE(registered.ok());
+  CHECK_FALSE(registered->kept);
+  CHECK_FALSE(world.VersionOf().has_value());
+  CHECK(world.kept() == 0);
+}
+
+TEST_CASE("a rank of another user is refused by name, and nothing changes") {
+  World world;
+  Child first;
+  world.Install(1, 'a', world.Serve(first.process()));
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  const Child second;
+  PeerCredentials stranger = second.process();
+  stranger.uid = first.process().uid + 1;
+  const Attached refused = world.Attach(stranger, /*restores=*/true);
+  CHECK(absl::IsPermissionDenied(refused.inbox->Ended()));
+  CHECK(world.kept() == 1);
+  const Attached again = world.Attach(second.process(), /*restores=*/true);
+  CHECK(absl::IsNotFound(world.Side(again, 2).status()));
+  CHECK_THAT(Message(world.Side(again, 2).status()), Contains("1 arenas are kept"));
+  CHECK(world.TakeUp(again)->kept);
+}
+
+TEST_CASE("a process that runs still keeps its arenas, and one of another world gets none") {
+  World world;
+  Child first;
+  const Attached engine = world.Serve(first.process());
+  world.Install(1, 'a', engine);
+  const Child second;
+  SECTION("runs still") {
+    world.parts.attaches().Gone(engine.id, "its stream broke");
+    CHECK(world.kept() == 1);
+    CHECK_FALSE(world.Attach(second.process(), true).inbox->welcome().kept.has_value());
+  }
+  SECTION("the same process") {
+    world.parts.attaches().Detached(engine.id);
+    CHECK(world.Attach(first.process(), true).inbox->welcome().kept.has_value());
+  }
+  SECTION("another world") {
+    first.Kill();
+    REQUIRE(Eventually([&] { return world.kept() == 1; }));
+    CHECK_FALSE(world.Attach(second.process(), true, 2).inbox->welcome().kept.has_value());
+  }
+  CHECK(world.kept() == 0);  // the place is taken
+}
+
+TEST_CASE("arenas are given up when a rank does not ask, their group ends, or their time is over") {
+  World world(/*keep_seconds=*/GENERATE(1, 600));
+  Child first;
+  const Attached engine = world.Serve(first.process());
+  world.Install(1, 'a', engine);
+  first.Kill();
+  const int64_t mapped = world.parts.state().mapped.held();
+  CHECK(mapped == 2 * kBytes);
+  if (world.spec.keep_seconds == 1) {
+    // The timer ends it.
+  } else {
+    REQUIRE(Eventually([&] { return world.kept() == 1; }));
+    const std::string how = GENERATE("attach", "replace", "delete");
+    if (how == "attach") {
+      const Child second;
+      CHECK_FALSE(world.Attach(second.process()).inbox->welcome().kept.has_value());
+    } else if (how == "replace") {
+      REQUIRE(world.parts.operators().CreateGroup("g", world.spec, true, "", "uid:0").ok());
+    } else {
+      world.parts.attaches().Detached(world.trainer.id);
+      REQUIRE(Eventually([&] { return world.parts.operators().DeleteGroup("g").ok(); }));
+    }
+  }
+  CHECK(Eventually([&] { return world.kept() == 0; }));
+  CHECK(Eventually([&] { return world.parts.state().mapped.held() == 0; }));
+}
+
+TEST_CASE("a group with keep_seconds 0 keeps nothing") {
+  World world(/*keep_seconds=*/0);
+  Child first;
+  world.Install(1, 'a', world.Serve(first.process()));
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.parts.state().mapped.held() == 0; }));
+  CHECK(world.kept() == 0);
+}
+
+TEST_CASE("kept arenas give way to memory that a member shares") {
+  DaemonOptions options;
+  options.max_mapped_bytes = 3 * kBytes;
+  World world(kDefaultKeepSeconds, options);
+  Child first;
+  world.Install(1, 'a', world.Serve(first.process()));
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  const Child second;
+  const Attached other = world.Attach(second.process(), false, 1, "other");
+  CHECK(world.kept() == 1);
+  const SharedMemory one(kBytes);
+  world.Share(other, one.fd);
+  CHECK(world.kept() == 1);  // there was room
+  const SharedMemory more(kBytes);
+  world.Share(other, more.fd);
+  CHECK(world.kept() == 0);
+  const Attached late = world.Attach(second.process(), /*restores=*/true);
+  CHECK_FALSE(late.inbox->welcome().kept.has_value());
+}
+
+}  // namespace
+}  // namespace refitd
