@@ -102,13 +102,15 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   Arenas ArenasOf(Layout* layout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   // Exchanges the sides of all registered arenas, or of none.
   absl::Status Flip() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Flip, for the running update. FAILED_PRECONDITION: it is a rollback, which writes nothing, and
-  // the backs do not hold the version before, or nobody knows (P2).
+  // Flip, for the running update. FAILED_PRECONDITION: the backs do not hold what it staged (P1),
+  // or it is a rollback, which writes nothing, and they do not hold the version before, or nobody
+  // knows (P2).
   absl::Status FlipForUpdate() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The layout is registered, over these arenas. `kept`: their memory holds the version that was
   // kept for this lease.
   absl::Status TakeIn(const EngineLease& session, Arenas arenas, bool kept)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status AnswerReady(Version version);
   // The outcome of an update for which the sides were exchanged.
   void Settle(EngineLease* session, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
@@ -135,6 +137,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // The backs were made copies of the fronts since the last commit, whatever the daemon knows of
   // it.
   bool copied_ ABSL_GUARDED_BY(mutex_) = false;
+  // They were, and the layout was not taken: the running update may have staged bytes there before.
+  bool overwritten_ ABSL_GUARDED_BY(mutex_) = false;
   bool flipped_ ABSL_GUARDED_BY(mutex_) = false;  // for an update whose outcome did not come
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
@@ -313,6 +317,7 @@ absl::Status EngineImpl::Register(Layout layout) {
     {
       MutexLock state_lock(&mutex_);
       copied_ = copied_ || !arenas.empty();
+      overwritten_ = overwritten_ || !arenas.empty();
     }
     for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
       REFITD_RETURN_IF_ERROR(arena->CopyToBack());
@@ -342,10 +347,11 @@ absl::Status EngineImpl::Register(Layout layout) {
 }
 
 absl::Status EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool kept) {
-  for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
+  registered_ = std::move(arenas);
+  overwritten_ = false;
+  for (const std::shared_ptr<ArenaRegion>& arena : registered_) {
     REFITD_RETURN_IF_ERROR(arena->AllowWrites());
   }
-  registered_ = std::move(arenas);
   const v1::KeptArenas& held = session.connection->welcome().kept();
   if (!kept || !state_.OnRestored(Version(held.version()))) return absl::OkStatus();
   origin_ = held.incarnation();
@@ -488,6 +494,10 @@ absl::Status EngineImpl::Flip() {
 }
 
 absl::Status EngineImpl::FlipForUpdate() {
+  if (std::exchange(overwritten_, false)) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "a layout that was refused meanwhile has overwritten what the update staged");
+  }
   if (rolls_back_ && (copied_ || !state_.was_clean())) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "the arenas' other sides do not hold the version before any more: {}",
@@ -510,6 +520,17 @@ void EngineImpl::Settle(EngineLease* session, bool committed) {
 }
 
 absl::Status EngineImpl::Ready(Version version) {
+  const bool flips = [this] {
+    MutexLock lock(&mutex_);
+    return must_flip_;
+  }();
+  if (!flips) return AnswerReady(version);
+  // If a layout's answer is on its way, the arenas to flip are those of that layout (P1).
+  MutexLock lock(&register_mutex_);
+  return AnswerReady(version);
+}
+
+absl::Status EngineImpl::AnswerReady(Version version) {
   std::vector<std::shared_ptr<const SlotMemory>> over;  // unmapped after the lock
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());

@@ -225,6 +225,20 @@ TEST_CASE("an engine that registers again after flips is written where it does n
   }
 }
 
+TEST_CASE("a layout that is refused while a version is staged keeps it from being served") {
+  Fixture f;
+  f.Installed(1);
+  f.a.Flip(Rank::Flips::kRefused);
+  const absl::Status spoiled = f.pusher.Install(2, [&](Pusher::Step step) {
+    if (step != Pusher::kFirstBucket) return;
+    CHECK(absl::IsFailedPrecondition(f.a.engine().Register(f.a.layout())));
+  });
+  CHECK_FALSE(spoiled.ok());
+  CHECK_THAT(std::string(spoiled.message()), Catch::Contains("has overwritten what"));
+  f.a.Flip(Rank::Flips::kWell);
+  f.Installed(3);
+}
+
 TEST_CASE("an arena goes from engine to engine with the weights in it") {
   const Model model = MixedModel();
   const Held held = HoldWhole(model);

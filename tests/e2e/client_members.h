@@ -86,8 +86,8 @@ class Rank {
   client::Engine& engine() { return *engine_; }
   // In-place delivery: the memory of its layout.
   const char* memory() const { return region_->data(); }
-  // From now on the rank fails updates when it has flipped, or before it flips.
-  enum class Flips : uint8_t { kWell, kFails, kNever };
+  // What the rank does from now on when it is to flip; kRefused: its library refuses to.
+  enum class Flips : uint8_t { kWell, kFails, kNever, kRefused };
   void Flip(Flips how) {
     MutexLock lock(&mutex_);
     flips_ = how;
@@ -177,6 +177,11 @@ class Rank {
     }
     if (arena_) CheckClean();  // nothing was written to what it reads
     if (how == Flips::kNever) return absl::OkStatus();
+    if (how == Flips::kRefused) {
+      const absl::Status refused = engine_->Ready(prepare.version);
+      return absl::IsFailedPrecondition(refused) ? absl::OkStatus()
+                                                 : absl::InternalError("it flipped");
+    }
     if (how == Flips::kFails) return engine_->Fail(prepare.version, "planted");
     return engine_->Ready(prepare.version);
   }
