@@ -73,8 +73,9 @@ class Rank {
   client::Engine& engine() { return *engine_; }
   // In-place delivery: the memory of its layout.
   const char* memory() const { return region_->data(); }
-  // From now on the rank fails updates when it has flipped, or before it flips.
-  enum class Flips : uint8_t { kWell, kFails, kNever };
+  // How the rank answers Prepare from now on: it flips, fails, or is silent; or its Ready must be
+  // refused.
+  enum class Flips : uint8_t { kWell, kFails, kNever, kRefused };
   void Flip(Flips how) {
     MutexLock lock(&mutex_);
     flips_ = how;
@@ -161,6 +162,10 @@ class Rank {
     if (arena_) CheckClean();  // nothing was written to what it reads
     if (how == Flips::kNever) return absl::OkStatus();
     if (how == Flips::kFails) return engine_->Fail(prepare.version, "planted");
+    if (how == Flips::kRefused) {
+      if (engine_->Ready(prepare.version).ok()) Wrong("it has flipped");
+      return absl::OkStatus();
+    }
     return engine_->Ready(prepare.version);
   }
   absl::Status On(const client::Part& part) {
