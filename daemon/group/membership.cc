@@ -462,7 +462,6 @@ void Membership::NoteAllStandings() {
 void Membership::MarkDirty(Instance* instance, std::string reason) {
   Step(&instance->state, InstanceTrigger::kMarkDirty);
   NoteStanding(instance->name);
-  instance->back.reset();
   instance->reason = std::move(reason);
   out_.Log(LogLine::kWarning,
            fmt::format("instance {} is dirty: {}", instance->name, instance->reason));

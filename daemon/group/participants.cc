@@ -320,9 +320,7 @@ void UpdateParticipants::Commit(const std::vector<uint64_t>& read_back, Versions
   for (const Participant& participant : all_) {
     if (participant.evicted) continue;
     Instance& instance = *members_.FindInstance(participant.instance);
-    // What was rolled back is not served again.
-    const bool keeps = participant.shadowed && !update_.content.has_value();
-    instance.back = keeps ? versions->VerifiedOf(instance) : std::nullopt;
+    instance.back = participant.shadowed ? versions->VerifiedOf(instance) : std::nullopt;
   }
   if (update_.content.has_value()) {
     versions->RollBack(update_.version);

@@ -512,6 +512,40 @@ TEST_CASE("a rank that is lost takes the version before along") {
   CHECK(g.Code(call) == kOk);
 }
 
+TEST_CASE("a rank that comes back with the group's version brings no version before") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  g.ShadowedRank("a", kModel, 0, 2);
+  const MemberId second = g.ShadowedRank("a", kModel, 1, 2);
+  g.Install(trainer, 1, kModel);
+  g.Install(trainer, 2, kModel);
+  g.Lose(second);
+  EngineIdentity who{"a", 1, 2, DeliveryMode::kInPlace, 2001, Version(2), {}};
+  who.held_origin = g.group.incarnation();
+  const MemberId again = g.AttachEngine(who);
+  g.engines[again].shadowed = true;
+  LayoutRegistered layout{again, LayoutOf(kModel, 1, 2)};
+  layout.shadowed = true;
+  g.engines[again].layout = layout.layout;
+  g.Do(layout);
+  REQUIRE(g.Instance("a").version == Version(2));
+  g.flips.clear();
+  CHECK(g.Code(g.Rollback()) == kPrecondition);
+  CHECK(g.flips.empty());
+}
+
+TEST_CASE("a trainer that is lost before every node was sent the rollback does not end it") {
+  AtTwo g;
+  g.announces = false;
+  g.Rollback(g.trainer);
+  g.Lose(g.trainer);
+  CHECK(g.flips.empty());
+  g.Do(UpdateAnnounced{g.assembled->id});
+  REQUIRE(g.flips.size() == 2);
+  g.ReadyAll();
+  CHECK(g.group.version() == Version(3));
+}
+
 TEST_CASE("an instance that failed after the commit does not flip") {
   AtTwo g;
   g.Fail(g.a, g.assembled->id, "too late");

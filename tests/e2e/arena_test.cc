@@ -344,6 +344,25 @@ TEST_CASE("a registration makes the backs copies: such a rank does not roll back
   RolledBack(&f, 3, 1);
 }
 
+TEST_CASE("a registration that is refused has copied the backs: the rank does not flip to them") {
+  Fixture f;
+  f.Installed(1);
+  f.Installed(2);
+  Layout outside = f.a.layout();
+  outside.pieces[0].byte_offset = int64_t{1} << 40;
+  CHECK_FALSE(f.a.engine().Register(outside).ok());
+  f.a.Flip(Rank::Flips::kRefused);
+  const absl::Status refused = f.pusher.trainer().Rollback().status();
+  CHECK(absl::IsAborted(refused));
+  CHECK_THAT(std::string(refused.message()), Catch::Contains("a layout was registered"));
+  for (Rank* rank : f.ranks()) {
+    REQUIRE(rank->Await([](const Rank::Seen& s) { return s.aborts == 1; }));
+    CHECK(rank->engine().version() == Version(2));
+  }
+  f.a.Flip(Rank::Flips::kWell);
+  RolledBack(&f, 3, 1);  // "b" flips, and "a" is filled from it
+}
+
 TEST_CASE("the version before is held until it is released") {
   const Model model = MixedModel();
   Daemon daemon;

@@ -86,7 +86,8 @@ class Rank {
   client::Engine& engine() { return *engine_; }
   // In-place delivery: the memory of its layout.
   const char* memory() const { return region_->data(); }
-  // What the rank does from now on when it is to flip; kRefused: its library refuses to.
+  // How the rank answers Prepare from now on: it flips, fails, or is silent; or its Ready must be
+  // refused.
   enum class Flips : uint8_t { kWell, kFails, kNever, kRefused };
   void Flip(Flips how) {
     MutexLock lock(&mutex_);
@@ -177,12 +178,11 @@ class Rank {
     }
     if (arena_) CheckClean();  // nothing was written to what it reads
     if (how == Flips::kNever) return absl::OkStatus();
-    if (how == Flips::kRefused) {
-      const absl::Status refused = engine_->Ready(prepare.version);
-      return absl::IsFailedPrecondition(refused) ? absl::OkStatus()
-                                                 : absl::InternalError("it flipped");
-    }
     if (how == Flips::kFails) return engine_->Fail(prepare.version, "planted");
+    if (how == Flips::kRefused) {
+      if (engine_->Ready(prepare.version).ok()) Wrong("it has flipped");
+      return absl::OkStatus();
+    }
     return engine_->Ready(prepare.version);
   }
   absl::Status On(const client::Part& part) {
