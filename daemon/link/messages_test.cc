@@ -103,7 +103,7 @@ FIELDS(PeerIncarnation, a)
 FIELDS(PeerOwner, a)
 FIELDS(InstanceStanding, a, b, c)
 FIELDS(PeerReadiness, a, b, c)
-FIELDS(GroupSpec, a, b, c, d, e, f, g, h, i)
+FIELDS(GroupSpec, a, b, c, d, e, f, g, h, i, j)
 FIELDS(LinkUp, a, b, c, d, e)
 #undef FIELDS
 // All fields but incarnation and owner, which the member's own daemon sets.

@@ -1,14 +1,15 @@
 """What an engine is paused for, and what a refit takes, with its weights in an arena and in place.
 
-usage: tools/bench arena [--gib G]... [--arena-gib G] [--ranks N] [--versions N] [--device cuda|cpu] [--verification V] [--restart] [--json]
+usage: tools/bench arena [--gib G]... [--arena-gib G] [--ranks N] [--versions N] [--device cuda|cpu] [--verification V] [--rollbacks N] [--restart] [--json]
 
 A trainer refits a model of torch into an engine, a process of its own: first into one whose weights lie in an arena, then into one
 that is written in place. The engine runs steps without a rest, on a GPU as a replayed CUDA graph, that read every weight, and takes
 events between steps. The trainer is on the first GPU, the engine on the last, which may be the same. Pause: from when the engine
 takes Prepare to when it has taken Committed. --gib: of each of the engine's ranks, which lie on the last GPUs, and hold as much each.
---restart: also, from when a process that takes the first engine's place attaches to when it holds its version, with the weights
-in place. --arena-gib: of an arena; by default a model has at most eight. The outputs of all steps are compared with those of the first step after their version's
-commit, and the weights of every tenth version with the trainer's.
+--arena-gib: of an arena; by default a model has at most eight. --rollbacks: after so many versions the one before is served again,
+and the call of the trainer is measured. --restart: also, from when a process that takes the first engine's place attaches to when it
+holds its version, with the weights in place. The outputs of all steps are compared with those of the first step after their version's
+commit, and the weights of every tenth version and of every rollback with the trainer's.
 
 With the wheel in PYTHONPATH the script needs no Bazel (tests/gpu/README.md).
 """
@@ -127,8 +128,9 @@ def serve(options):
         committed = time.monotonic()
         version, expected = event.version, None
         row = {"version": version, "prepared": prepared, "committed": committed, "steps": taken, "wrong": wrong}
-        if version % 10 == 1:
-            row["compared"] = sum(not torch.equal(weight, value) for weight, value in weights_of(model, version, first))
+        content = version if event.content is None else event.content
+        if version % 10 == 1 or content != version:
+            row["compared"] = sum(not torch.equal(weight, value) for weight, value in weights_of(model, content, first))
         print(json.dumps(row), flush=True)
         taken, wrong = [], 0
     engine.close()
@@ -157,7 +159,7 @@ class Peer:
     def __init__(self, options, daemon, group, gib, arena, rank, restart=False):
         self.group = group
         command = [sys.executable, __file__, "--engine", "--socket", daemon.socket, "--group", self.group, "--gib", str(gib), "--rank", str(rank),
-                   "--ranks", str(options.ranks), "--device", options.device, "--versions", str(options.versions)]
+                   "--ranks", str(options.ranks), "--device", options.device, "--versions", str(options.versions + (options.rollbacks if arena else 0))]
         if arena:
             command += ["--arena", "--arena-gib", str(options.arena_gib)]
         if restart or options.restart and arena:
@@ -178,14 +180,15 @@ def quantile(values, share):
 def measure(options, daemon, model, gib, arena):
     """Seconds of pauses, refits, and steps beside nothing and beside a refit."""
     group = f"bench-{'arena' if arena else 'in-place'}-{gib}"
-    found = {"pause": [], "refit": [], "idle": [], "busy": []}
+    found = {"pause": [], "refit": [], "rollback": [], "idle": [], "busy": []}
     wrong = 0
     with refitd.Trainer(group, socket=daemon.socket) as trainer:
         trainer.register({str(number): weight for number, weight in enumerate(model)})
         peers = [Peer(options, daemon, group, gib, arena, rank) for rank in range(options.ranks)]
         for peer in peers:
             peer.line()
-        for version in range(1, options.versions + 1):
+        for number in range(1, options.versions + 1):
+            version = trainer.next_version
             fill(model, version)
             synchronize(options.device)
             time.sleep(options.rest)
@@ -194,18 +197,23 @@ def measure(options, daemon, model, gib, arena):
             ended = time.monotonic()
             rows = [peer.line() for peer in peers]
             wrong += sum(row["wrong"] + row.get("compared", 0) for row in rows)
-            if version <= 2:
+            if number <= 2:
                 continue  # programs are bound to each side once
             found["pause"].append(max(row["committed"] for row in rows) - max(row["prepared"] for row in rows))
             found["refit"].append(ended - began)
             row = rows[0]
             found["idle"] += [seconds for at, seconds in row["steps"] if began - options.rest < at and at + seconds < began]
             found["busy"] += [seconds for at, seconds in row["steps"] if began < at and at + seconds < row["prepared"]]
+            if arena and number <= 2 + options.rollbacks:
+                began = time.monotonic()
+                trainer.rollback()
+                found["rollback"].append(time.monotonic() - began)
+                wrong += sum(row["wrong"] + row["compared"] for row in [peer.line() for peer in peers])
         for peer in peers:
             peer.process.wait(SECONDS)
         if arena and options.restart:
             row = Peer(options, daemon, group, gib, arena, 0, restart=True).line()
-            if not row["restored"] or row["version"] != options.versions or row["wrong"]:
+            if not row["restored"] or row["version"] != version or row["wrong"]:
                 sys.exit(f"the engine that took the place is wrong: {row}")
             found["restart"] = row["seconds"]
     if wrong:
@@ -222,6 +230,7 @@ def main():
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--verification", default="readback")
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of steps before each refit")
+    parser.add_argument("--rollbacks", type=int, default=0, help="fewer than versions by 3 at least")
     parser.add_argument("--restart", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
@@ -253,11 +262,15 @@ def main():
             print(json.dumps({"bench": "arena", "gib": gib, "pause_p50_ms": medians[True]["pause"], "pause_p99_ms": p99, "goal_ms": goal,
                               "in_place_pause_ms": medians[False]["pause"], "refit_ms": medians[True]["refit"],
                               "in_place_refit_ms": medians[False]["refit"], "steps": steps,
+                              "rollback_ms": [seconds * 1e3 for seconds in rows[True]["rollback"]],
                               "restart_seconds": rows[True].get("restart")}), flush=True)
         else:
             print("| %g | %.2f, %.2f | %.2f | %.2f | %.1f, %.1f | %.2f | %.2f |" % (
                 gib, medians[True]["pause"], p99, goal, medians[False]["pause"], medians[True]["refit"], medians[False]["refit"],
                 medians[True]["refit"] / medians[False]["refit"], steps), flush=True)
+            if options.rollbacks:
+                rollbacks = rows[True]["rollback"]
+                print("%g GiB rolled back in %.2f, %.2f ms (p50, p99)" % (gib, statistics.median(rollbacks) * 1e3, quantile(rollbacks, 0.99) * 1e3))
             if options.restart:
                 print("%g GiB restarted in %.2f s" % (gib, rows[True]["restart"]), flush=True)
     return 1 if missed else 0
