@@ -14,8 +14,8 @@
 
 namespace refitd::client {
 
-// Engines take it one after the other (Engine::AddArena), and the side that is mapped is the
-// weights of each. Thread-safe.
+// At most one engine has it at a time (Engine::AddArena). The next one finds the weights in the
+// side that is mapped. Thread-safe.
 class Arena {
  public:
   // Makes an arena on `options.device`, whose driver is `options.cuda_library`; no daemon is asked.
@@ -24,8 +24,9 @@ class Arena {
   // FAILED_PRECONDITION: the GPU is not among those that this process sees.
   static absl::StatusOr<std::shared_ptr<Arena>> Make(int64_t bytes, const ConnectOptions& options);
 
-  // Opens an arena that another process made. It can be read only, until a region of it is
-  // registered (Engine::TakeKept). Errors as of Make; INVALID_ARGUMENT: `sides` are other memory.
+  // Opens an arena that another process made. It is read-only until a layout over it
+  // is registered (Engine::TakeKept). Errors as of Make; INVALID_ARGUMENT: `sides` are other
+  // memory.
   static absl::StatusOr<std::shared_ptr<Arena>> Open(SharedSides sides,
                                                      const ConnectOptions& options);
 

@@ -134,10 +134,11 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   Arenas registered_ ABSL_GUARDED_BY(mutex_);        // that the registered layout lies in
   bool must_flip_ ABSL_GUARDED_BY(mutex_) = false;   // before the next Ready
   bool rolls_back_ ABSL_GUARDED_BY(mutex_) = false;  // by that flip
-  // The backs were made copies of the fronts since the last commit, whatever the daemon knows of
-  // it.
+  // Register has copied fronts to backs since the last commit, so that the backs do not hold the
+  // version before.
   bool copied_ ABSL_GUARDED_BY(mutex_) = false;
-  // They were, and the layout was not taken: the running update may have staged bytes there before.
+  // Register has copied fronts to backs since the last layout was taken: what the running update
+  // staged may be overwritten.
   bool overwritten_ ABSL_GUARDED_BY(mutex_) = false;
   bool flipped_ ABSL_GUARDED_BY(mutex_) = false;  // for an update whose outcome did not come
   // True when lease_ is lost and all its events are taken.
@@ -495,8 +496,10 @@ absl::Status EngineImpl::Flip() {
 
 absl::Status EngineImpl::FlipForUpdate() {
   if (std::exchange(overwritten_, false)) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "a layout that was refused meanwhile has overwritten what the update staged");
+    return Error(
+        absl::StatusCode::kFailedPrecondition,
+        "the registration of a layout that was refused may have overwritten what the update "
+        "staged");
   }
   if (rolls_back_ && (copied_ || !state_.was_clean())) {
     return Error(absl::StatusCode::kFailedPrecondition,

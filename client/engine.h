@@ -70,8 +70,8 @@ struct EngineOptions {
   // it gets that version from clean instances, by Prepare and its outcome as in any update; so keep
   // calling Next(). If its instance holds the version, its registered memory is read at any time
   // and given to others: from Committed to the next Ready, the end of the lease or the next
-  // Register, that memory must be the rank's weights, unchanged. Set false if it is not, as for an
-  // arena that is overwritten or released between updates. Has no effect with loader delivery.
+  // Register, that memory must be the rank's weights, unchanged. Set false if it is not, as for
+  // memory that is overwritten or released between updates. Has no effect with loader delivery.
   bool catch_up = true;
   // The version that the memory holds, complete and verified, from an earlier lease. Absent: refitd
   // installed no version there.
@@ -156,19 +156,21 @@ using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining,
 class Engine : public SharesMemory {
  public:
   static absl::StatusOr<std::unique_ptr<Engine>> Attach(const EngineOptions& options);
-  // Makes a region of an arena of ConnectOptions::device, which this engine has until the region is
-  // destroyed. A layout whose pieces lie in arenas alone is staged: versions are written to the
-  // other sides while the rank serves, and Prepare comes with `flip` when a version is complete and
-  // verified. Ready then exchanges the sides, and an Aborted exchanges them back. What no piece
-  // names is the same on both sides: Register copies it, and the rank must not write there
-  // afterwards. FAILED_PRECONDITION: another engine has the arena. Also errors of NewRegion.
+  // Makes a region of an arena of ConnectOptions::device, which this engine has until the region
+  // and, once a layout names it, the engine are destroyed. A layout whose pieces lie in arenas
+  // alone is staged: versions are written to the other sides while the rank serves, and Prepare
+  // comes with `flip` when a version is complete and verified. Ready then exchanges the sides, and
+  // an Aborted exchanges them back. What no piece names is the same on both sides: Register copies
+  // it, and the rank must not write there afterwards. FAILED_PRECONDITION: another engine has the
+  // arena. Also errors of NewRegion.
   virtual absl::StatusOr<std::shared_ptr<Region>> AddArena(std::shared_ptr<Arena> arena) = 0;
   // With EngineOptions::restore: the arena of that number, from 0, of those that the daemon keeps
-  // of this rank's last lease, in the order in which they were added to that engine. Their memory
-  // can be read only, until the first Register: the daemon then compares layout and memory with
-  // what was committed, and version() tells whether they are that. If they are not, the rank holds
-  // no version, and its memory is as good as new. All pieces must lie in these arenas, where they
-  // lay before; what no piece names is not compared. NOT_FOUND: the daemon keeps fewer.
+  // of this rank's last lease, in the order in which they were added to that engine. It is
+  // read-only until the first Register succeeds. The daemon then compares layout and memory with
+  // what was committed; version() has a value if both are equal. Else the rank holds no version,
+  // and what the memory holds has no meaning. All pieces must lie in these arenas, at the places of
+  // before; bytes that no piece names are not compared. NOT_FOUND: the daemon keeps fewer.
+  // FAILED_PRECONDITION: a layout is registered already.
   virtual absl::StatusOr<std::shared_ptr<Arena>> TakeKept(int index) = 0;
   // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
   // share their memory (tied weights), one has pieces and the other is named in `tensors` without

@@ -49,7 +49,8 @@ class EngineState {
   bool OnAborted(Version version, bool dirty);
   // The memory holds no whole version, whatever the daemon says: until a commit.
   void OnBroken() { settled_ = Weights::kDirty; }
-  // The daemon has found that the memory holds this version. False: a commit has brought another.
+  // The daemon found this version in the memory. False, and nothing changes: the weights are not
+  // clean, or have a version.
   bool OnRestored(Version version) {
     if (settled_ != Weights::kClean || version_.has_value()) return false;
     version_ = version;

@@ -355,8 +355,8 @@ refit_status refit_trainer_abort(refit_trainer* trainer, int64_t version, const 
 /* Puts the content of the version before the group's into place again, in the instances with arenas
  * that still hold it; the others then catch up from these. *version becomes the new number, the
  * group's plus one. One rank calls it. `undone`: the version that is rolled back; if the group has
- * another, the call is refused, and if it is rolled back already, *version is the number of then;
- * -1: whichever the group has. REFIT_FAILED_PRECONDITION: what is in the way is named. */
+ * another, the call is refused, and if it is rolled back already, *version is that rollback's
+ * number; -1: whichever the group has. REFIT_FAILED_PRECONDITION: what is in the way is named. */
 refit_status refit_trainer_rollback(refit_trainer* trainer, int64_t undone, int64_t* version);
 /* Lets the next update be staged, though the version before is held. */
 refit_status refit_trainer_release_previous(refit_trainer* trainer);
@@ -657,11 +657,12 @@ refit_status refit_engine_add_arena(refit_engine* engine, const refit_arena* are
                                     refit_region** region);
 
 /* With `restore`: the arena of that number, from 0, of those that the daemon keeps of this rank's
- * last lease, in the order in which they were added to that engine. Its memory can be read only,
- * until parameters are registered for the first time: the daemon then compares them with what was
- * committed, and refit_engine_version() tells whether they are that. If not, the rank holds no
- * version, and the memory is as good as new. All pieces must lie in these arenas, where they lay
- * before; what no piece names is not compared. REFIT_NOT_FOUND: the daemon keeps fewer. */
+ * last lease, in the order in which they were added to that engine. It is read-only until
+ * parameters are registered. The daemon then compares layout and memory with what was committed;
+ * refit_engine_version() has a value if both are equal. Else the rank holds no version, and what
+ * the memory holds has no meaning. All pieces must lie in these arenas, at the places of before;
+ * bytes that no piece names are not compared. REFIT_NOT_FOUND: the daemon keeps fewer.
+ * REFIT_FAILED_PRECONDITION: parameters are registered already. */
 refit_status refit_engine_take_kept(refit_engine* engine, int32_t index, refit_arena** arena);
 
 /* Registers the parameters of this rank (in-place delivery). Not allowed during an update. If two

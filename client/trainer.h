@@ -198,9 +198,9 @@ class Trainer : public SharesMemory {
   // arenas that still hold it; the others then catch up from these. The result's version is the
   // group's plus one, and its `content` names whose content that is. One rank calls it.
   // `version`: the version that is rolled back; if the group has another, the call is refused, and
-  // if it is rolled back already, the result is that of then; absent: whichever the group has. An
-  // update that has not asked an engine for anything yet ends with ABORTED. Errors: as
-  // refitd.v1.Operator.Rollback.
+  // if it is rolled back already, the result has only that rollback's version and content; absent:
+  // whichever the group has. An update that has not asked an engine for anything yet ends with
+  // ABORTED. Errors: as refitd.v1.Operator.Rollback.
   virtual absl::StatusOr<CommitResult> Rollback(std::optional<Version> version = {}) = 0;
   // Lets the next update be staged, though the version before is held (BeginOptions::hold,
   // GroupSpec::hold_previous_seconds). OK also where nothing is held.

@@ -27,7 +27,7 @@ constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "ver
 constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "exchange"};
 // The names of FillEnd's values, in their order.
 constexpr std::array<std::string_view, 3> kCatchUpEndNames = {"committed", "gave_way", "failed"};
-// Of what ranks took up: it held its version, or not.
+// Values of the label "result" of refitd_restores_total, in the order of GroupCounts::restores.
 constexpr std::array<std::string_view, 2> kRestoreNames = {"unchanged", "changed"};
 
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
@@ -217,9 +217,10 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
   families->Counter("refitd_rollbacks_total",
                     "Rollbacks that were committed; refitd_updates_total counts them too.",
                     {{"group", group}}, counts.rollbacks);
-  families->Counter("refitd_flip_backs_total",
-                    "Instances with arenas that were told to flip back to the version before.",
-                    {{"group", group}}, counts.flip_backs);
+  families->Counter(
+      "refitd_flip_backs_total",
+      "Instances with arenas whose flip was aborted, so that they exchange the sides back.",
+      {{"group", group}}, counts.flip_backs);
   for (size_t i = 0; i < kRestoreNames.size(); ++i) {
     families->Counter("refitd_restores_total",
                       "Engine ranks that took up the arenas of the rank before them, by whether "

@@ -33,8 +33,8 @@ class TwoSided {
   int64_t bytes() const { return bytes_; }
   // A new descriptor of a side, by which other processes map it.
   virtual absl::StatusOr<UniqueFd> Share(bool back) const = 0;
-  // Lets this process write at data(): where the memory was opened by descriptors of another
-  // process, it can only be read before. It is not flipped before, either.
+  // Makes data() writable; has no effect if it is. Memory that was opened by descriptors of another
+  // process is read-only until then, and must not be flipped before.
   virtual absl::Status AllowWrites() = 0;
   // Makes the other side equal to the mapped one, on which all work must have ended. Waits until
   // the bytes are there.

@@ -20,8 +20,9 @@ BeginReply ReplyOf(const group::Update& update, const group::Slots& slots, TimeP
 // Whether the rank may begin the running update as well.
 absl::Status CheckJoins(const group::Update& u, const group::Member& member, const BeginEvent& e) {
   if (u.content.has_value()) {
-    return Precondition("version {} is being rolled back to, as version {}: begin a greater one",
-                        *u.content, u.version);
+    return Precondition(
+        "a rollback to the content of version {} runs, as version {}: begin a greater version",
+        *u.content, u.version);
   }
   if (u.state == UpdateState::kEnding) {
     if (u.version != e.version) {

@@ -118,7 +118,7 @@ void Group::Impl::GiveWay(std::string reason) {
 absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted,
                                                              UpdateId wanted_update) {
   if (group::IsAnother(wanted_update, update.get())) return history.Refuse(wanted_update, wanted);
-  const bool open = update != nullptr && !CatchUpRuns() && !RollbackRuns();
+  const bool open = TrainersUpdateRuns();
   if (!open || update->version != wanted) {
     REFITD_RETURN_IF_ERROR(history.Refuse(wanted));
     if (!open) return Precondition("no update to version {} is open: begin it first", wanted);
@@ -473,8 +473,7 @@ bool Group::TrainsOn(NodeId node) const { return impl_->members.TrainsOn(node); 
 std::string Group::KeptOut(NodeId node) const { return impl_->members.WhyKeptOut(node); }
 
 PastUpdate Group::Past(Version version) const {
-  const bool runs = impl_->update != nullptr && !impl_->CatchUpRuns() && !impl_->RollbackRuns();
-  if (runs && impl_->update->version == version) {
+  if (impl_->TrainersUpdateRuns() && impl_->update->version == version) {
     return {Outcome::kRunning, ""};
   }
   return impl_->history.Find(version);

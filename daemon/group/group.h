@@ -883,7 +883,7 @@ struct UpdateEnded {
   // instances changed.
   bool gave_way = false;
   bool rollback = false;
-  int flip_backs = 0;  // instances that had to flip, and were told to flip back
+  int flip_backs = 0;  // instances that were sent Aborted after a Prepare with flip
   // Records that the group needs no more. Freeing those of a large model takes long, so the caller
   // that performs the action frees them where nothing waits.
   std::shared_ptr<const void> remains{};

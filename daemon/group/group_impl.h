@@ -158,6 +158,7 @@ struct Group::Impl {
   // ---- catch-ups, in group.cc and end.cc ----
   bool CatchUpRuns() const { return update != nullptr && update->catch_up.has_value(); }
   bool RollbackRuns() const { return update != nullptr && update->content.has_value(); }
+  bool TrainersUpdateRuns() const { return update != nullptr && !CatchUpRuns() && !RollbackRuns(); }
   void OpenCatchUpIfDue();
   void GiveWay(std::string reason);
   // The call is checked already, so that a call which is refused does not end the catch-up (P10).

@@ -500,11 +500,11 @@ std::string Membership::WhyKeptOut(NodeId node) const {
 // ---- what an update that is being opened needs ----
 
 // The verification of an update whose first rank names none; it holds for all ranks. A default that
-// the operator configured, other than kReadback, stays. With engines on GPUs, the copy itself
-// compares what it stored, so that their pause is shorter; read-back is kept for updates in which
-// an engine rank takes its first version, and where all of them are shadowed: no pause holds it,
-// and its digest is what a rank is known by that takes another's place. With members on other
-// daemons it is unknown which memory is on GPUs: all is read back.
+// the operator configured, other than kReadback, stays. With engines on GPUs that are written in
+// place, the copy itself compares what it stored, because read-back would lengthen their pause. All
+// is read back while an engine rank has no version yet, and where all ranks on GPUs are shadowed:
+// no pause waits for it, and a rank that restores needs the digest. With members on other daemons
+// it is unknown which memory is on GPUs: all is read back.
 Verification Membership::DefaultVerification(Verification configured) const {
   if (configured != Verification::kReadback) return configured;
   bool devices = false;

@@ -133,7 +133,7 @@ class UpdateParticipants {
   // The update is given up for that reason: sends Aborted to ranks that were not sent it. `quiet`:
   // only to those whose memory no copy touches.
   void Abort(bool quiet, const std::string& reason, const Failure& failure);
-  // How many instances were to flip, and were told to flip back.
+  // How many instances were sent Aborted after SendFlip.
   int FlipBacks() const;
   // The instances hold the version. `read_back`: the digests of what was read back, by destination;
   // 0, or none: not all of a rank was read. Fronts and backs of those that flipped have changed

@@ -16,8 +16,7 @@ bool Rollback::HoldsPrevious(const Instance& instance) const {
 
 bool Rollback::AnyHolds() const {
   const auto& instances = members_.instances();
-  return versions_.previous().has_value() &&
-         std::any_of(instances.begin(), instances.end(),
+  return std::any_of(instances.begin(), instances.end(),
                      [this](const auto& i) { return HoldsPrevious(i.second); });
 }
 
@@ -40,7 +39,7 @@ absl::Status Rollback::Check() const {
     gives = gives || catch_up_.MayCatchUp(instance);
   }
   if (!any) {
-    return Precondition("no instance holds version {} any more beside version {}",
+    return Precondition("no instance holds version {} in its arenas any more, beside version {}",
                         *versions_.previous(), *versions_.last());
   }
   for (const auto& [name, instance] : members_.instances()) {
@@ -78,9 +77,7 @@ void Rollback::Hold(std::optional<Duration> time) {
   held_until_ = time.has_value() ? std::optional(out_.now() + *time) : std::nullopt;
 }
 
-bool Rollback::Holds() const {
-  return held_ && (!held_until_.has_value() || out_.now() < *held_until_) && AnyHolds();
-}
+bool Rollback::Holds() const { return HeldAt(out_.now()) && AnyHolds(); }
 
 std::string Rollback::Describe() const {
   return fmt::format(
@@ -93,7 +90,7 @@ std::optional<PreviousView> Rollback::View(TimePoint now, bool running) const {
   PreviousView view;
   view.version = *versions_.previous();
   view.refused = running ? "an update runs" : Message(Check());
-  view.held = held_ && (!held_until_.has_value() || now < *held_until_);
+  view.held = HeldAt(now);
   if (view.held && held_until_.has_value()) view.held_for = *held_until_ - now;
   return view;
 }

@@ -48,7 +48,7 @@ class Rollback {
   void Release() { held_ = false; }
   // Whether the next update has to wait. It does not where no instance holds the version before.
   bool Holds() const;
-  // The end of what Holds; nullopt: there is none but Release.
+  // When the hold ends; nullopt: at Release alone.
   std::optional<TimePoint> held_until() const { return held_until_; }
   // What an update that waits is waiting for, for messages.
   std::string Describe() const;
@@ -60,6 +60,9 @@ class Rollback {
 
  private:
   bool AnyHolds() const;
+  bool HeldAt(TimePoint now) const {
+    return held_ && (!held_until_.has_value() || now < *held_until_);
+  }
   absl::Status CheckLeftBehind(const Instance& instance, bool gives) const;
 
   const Membership& members_;

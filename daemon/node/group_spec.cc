@@ -85,8 +85,7 @@ absl::Status CheckEqualSpec(const std::string& group, const GroupSpec& has, cons
   return Error(absl::StatusCode::kFailedPrecondition,
                "spec: group '{}' has min_instances {}, slot_bytes {}, slots {}, {} engine-only "
                "and {} unwanted tensors, max_lag {}, encrypted_data {}, hold_previous_seconds {}, "
-               "keep_seconds "
-               "{}; this one says {}, {}, {}, {}, {}, {}, {}, {}, {}",
+               "keep_seconds {}; this one says {}, {}, {}, {}, {}, {}, {}, {}, {}",
                group, has.min_instances, has.slot_bytes, has.slots, has.engine_only_tensors.size(),
                has.unwanted_tensors.size(), has.max_lag, has.encrypted_data,
                has.hold_previous_seconds, has.keep_seconds, spec.min_instances, spec.slot_bytes,

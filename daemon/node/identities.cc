@@ -150,7 +150,7 @@ ReplyFunction Audited(const DaemonState& state, const std::string& group, const 
 }
 
 void AuditUpdate(const DaemonState& state, const GroupRecord& group, const UpdateEnded& ended) {
-  // Who asked for a rollback has a line of its own, from the daemon that was asked.
+  // A rollback's caller is in the line of its call (AuditWhat::kRollback).
   const GroupRecord::Opener opener = ended.rollback ? GroupRecord::Opener() : group.opener;
   Audit(state, {.what = AuditWhat::kUpdate,
                 .identity = opener.identity,

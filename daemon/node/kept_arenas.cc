@@ -37,11 +37,12 @@ absl::StatusOr<const KeptRank*> KeptArenas::Find(const MemberRecord& record) con
                  kept.process.pid, record.instance, record.rank);
   }
   if (kept.world_size != record.world_size || kept.device != record.device) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "restore: the arenas of instance {} rank {} are of a rank of {} on {}, not of {} "
-                 "on {}",
-                 record.instance, record.rank, kept.world_size, kept.device, record.world_size,
-                 record.device);
+    return Error(
+        absl::StatusCode::kFailedPrecondition,
+        "restore: the arenas of instance {} rank {} have world size {} on {}, and the rank {} "
+        "on {}",
+        record.instance, record.rank, kept.world_size, kept.device, record.world_size,
+        record.device);
   }
   return &kept;
 }
@@ -59,17 +60,12 @@ std::vector<KeptRank> KeptArenas::TakeAll(const Wanted& wanted) {
   return out;
 }
 
-KeptArenas::Ranks::iterator KeptArenas::First(const Wanted& wanted) {
+std::optional<KeptRank> KeptArenas::TakeFirst(const Wanted& wanted) {
   auto first = ranks_.end();
   for (auto it = ranks_.begin(); it != ranks_.end(); ++it) {
     if (!wanted(it->second)) continue;
     if (first == ranks_.end() || it->second.until < first->second.until) first = it;
   }
-  return first;
-}
-
-std::optional<KeptRank> KeptArenas::TakeFirst(const Wanted& wanted) {
-  const auto first = First(wanted);
   if (first == ranks_.end()) return std::nullopt;
   KeptRank taken = std::move(first->second);
   ranks_.erase(first);

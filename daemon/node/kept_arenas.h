@@ -3,7 +3,7 @@
 //
 // Invariants
 //  1. Arenas are kept of at most kMaxRanks ranks; those that would end first give way (P10).
-//  2. No rank, told by group, instance and number, has arenas here twice.
+//  2. A rank (group, instance, number) has arenas here at most once.
 //  3. What is kept belonged to a rank that its daemon saw clean, at a version with a digest. The
 //     daemon has not written the fronts since; that nobody has is for the digest to show (P2, P11).
 //  4. It is given only to the process that had it, or when that process has ended: what a process
@@ -53,11 +53,8 @@ class KeptArenas {
 
  private:
   using Key = std::tuple<std::string, std::string, int>;  // group, instance, rank
-  using Ranks = std::map<Key, KeptRank>;
 
-  Ranks::iterator First(const Wanted& wanted);
-
-  Ranks ranks_;
+  std::map<Key, KeptRank> ranks_;
 };
 
 // Whether both are the same rank of the same instance and group.

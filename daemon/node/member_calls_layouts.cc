@@ -25,7 +25,7 @@ std::shared_ptr<const Layout> Counted(Layout layout, ByteLedger::Hold hold) {
   return {both, &both->layout};
 }
 
-// A digest that no memory with that digest has, and that is not 0.
+// A digest other than this one and other than 0: it matches no claim.
 uint64_t OtherThan(uint64_t digest) { return digest == 1 ? 2 : 1; }
 
 }  // namespace

@@ -102,8 +102,8 @@ absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOri
                     MemoryOrigin{MemoryOrigin::Kind::kFile, file.st_dev, file.st_ino, 0}};
 }
 
-// Arenas that nobody uses give way: those of the identity whose own limit is reached, or of
-// whomever.
+// While a limit refuses the bytes, kept host arenas are given up, those that would end first
+// before others: of this identity if its own limit refuses, else of any.
 absl::StatusOr<ByteLedger::Hold> MemberMemory::Count(const std::string& identity, int64_t bytes) {
   while (true) {
     absl::StatusOr<ByteLedger::Hold> hold = state_.mapped.Take(identity, bytes);

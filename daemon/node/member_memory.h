@@ -100,7 +100,7 @@ class MemberMemory : public DescriptorHandler {
   };
   using Key = std::tuple<uint64_t, uint64_t, Access>;  // device, inode
 
-  // Counts bytes that are about to be mapped.
+  // Takes the bytes from the limits of mapped memory. RESOURCE_EXHAUSTED: a limit.
   absl::StatusOr<ByteLedger::Hold> Count(const std::string& identity, int64_t bytes);
   std::shared_ptr<const Mapping> Find(const Key& key, int64_t bytes);
   void Keep(const Key& key, const std::shared_ptr<const Mapping>& mapping);

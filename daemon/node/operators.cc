@@ -17,7 +17,7 @@ namespace {
 // seconds, clusters' DNS for 5 to 30.
 constexpr Duration kDrainedFor = std::chrono::seconds(60);
 
-// Of the rank that the record, or what is kept, is of.
+// The group, rank and device of its arenas. Rank: MemberRecord or KeptRank.
 template <typename Rank>
 ArenaDetails Arena(const Rank& rank) {
   ArenaDetails arena;

@@ -92,7 +92,8 @@ class Operators {
   absl::StatusOr<Created> CreateGroup(const std::string& name, const GroupSpec& spec, bool replace,
                                       const std::string& request_id, const std::string& identity);
   absl::Status DeleteGroup(const std::string& name);
-  // Hands an operator's event, which has the same call, to the group, which answers.
+  // Hands the event to the group, whose answer is the reply. The event names the same call.
+  // NOT_FOUND: no such group.
   void Ask(CallId call, const std::string& group, GroupEvent event, ReplyFunction reply);
 
   struct DrainedGroups {

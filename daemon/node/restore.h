@@ -31,8 +31,8 @@ absl::Status ClaimKept(const DaemonState& state, Arrival* arrival)
 // given up, and so is what is kept on its GPU, whose memory the rank is about to ask for.
 void TakeKept(DaemonState& state, MemberRecord* member, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-// The rank's first layout is registered: tells how it compares with what was kept, and lets go of
-// that. The regions of the rank hold the memory from now on.
+// The rank's first layout is registered: logs and counts whether it holds the kept version, and
+// drops the kept regions. The rank's own regions keep the memory.
 void EndRestore(DaemonState& state, MemberRecord* member, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // Gives up all for which `wanted` holds. `why` is for the log.

@@ -48,7 +48,7 @@ struct UpdateReport {
   Duration total{};         // Begin to the outcome
   int64_t bytes = 0;        // tensor data handed over
   bool rollback = false;    // it was a rollback
-  int flip_backs = 0;       // instances that had to flip, and were told to flip back
+  int flip_backs = 0;       // instances that were sent Aborted after a Prepare with flip
   std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of `bytes`, by kPushMethods
 };
 

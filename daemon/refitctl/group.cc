@@ -60,7 +60,7 @@ struct RollbackOptions {
 int Rollback(const GlobalOptions& global, const RollbackOptions& options) {
   v1::RollbackRequest request;
   request.set_group(options.group);
-  if (options.version >= 0) request.set_version(options.version);
+  if (options.version != -1) request.set_version(options.version);
   const auto done = OperatorClient(global).Rollback(request);
   if (!done.ok()) return Fail(done.status());
   if (global.json) {

@@ -234,7 +234,7 @@ TEST_CASE("a layout that is refused while a version is staged keeps it from bein
     CHECK(absl::IsFailedPrecondition(f.a.engine().Register(f.a.layout())));
   });
   CHECK_FALSE(spoiled.ok());
-  CHECK_THAT(std::string(spoiled.message()), Catch::Contains("has overwritten what"));
+  CHECK_THAT(std::string(spoiled.message()), Catch::Contains("may have overwritten what"));
   f.a.Flip(Rank::Flips::kWell);
   f.Installed(3);
 }
@@ -302,7 +302,7 @@ TEST_CASE("a rollback serves the version before again, byte for byte, time after
   CHECK(f.a.memory() == memory);
 }
 
-TEST_CASE("an operator rolls back, and in-place engines are filled from those that flipped") {
+TEST_CASE("an operator rolls back, and in-place engines catch up from those that flipped") {
   const Model model = MixedModel();
   Daemon daemon;
   Pusher pusher(WithSpec(ConnectTo(daemon), 2), model);
@@ -339,7 +339,7 @@ TEST_CASE("a registration makes the backs copies: such a rank does not roll back
   f.Installed(1);
   f.Installed(2);
   REQUIRE(f.a.engine().Register(f.a.layout()).ok());
-  // "a" is filled from "b".
+  // "a" catches up from "b".
   Committed(&f.a, 2);
   RolledBack(&f, 3, 1);
 }

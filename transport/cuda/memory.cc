@@ -594,7 +594,8 @@ class VmmTwoSided final : public TwoSided {
     int device = 0;
     CUcontext context = nullptr;
     std::array<Allocation, 2> sides{};
-    // Of imported sides, by which they are shared again: the driver exports no imported memory.
+    // Descriptors of imported sides. Share duplicates them, because the driver exports no imported
+    // memory.
     std::array<UniqueFd, 2> descriptors{};
     CUdeviceptr address = 0;  // where a side is mapped
     CUdeviceptr spare = 0;    // where the back is mapped while it is copied to

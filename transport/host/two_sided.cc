@@ -117,7 +117,7 @@ class HostTwoSided final : public TwoSided {
   bool writable_;
 };
 
-// Maps the first side writable or not, and the second one to be written.
+// Maps the front, read-only unless writable, and the back, always writable.
 absl::StatusOr<std::unique_ptr<TwoSided>> Map(std::array<UniqueFd, 2> sides, int64_t bytes,
                                               bool writable) {
   Addresses addresses(static_cast<size_t>(bytes));

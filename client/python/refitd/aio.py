@@ -150,6 +150,7 @@ class Engine(_Attached):
     attach = staticmethod(_formed(_attaching(engine.Engine, engine.Engine.close), lambda member: Engine(member)))
     register = _awaiting(engine.Engine.register)
     register_layout = _awaiting(engine.Engine.register_layout)
+    restore = _awaiting(engine.Engine.restore)
     ready = _awaiting(engine.Engine.ready)
     ack = _awaiting(engine.Engine.ack)
     fail = _awaiting(engine.Engine.fail)

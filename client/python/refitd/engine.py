@@ -395,8 +395,8 @@ class Engine(Member):
 
     def restore(self, module: torch.nn.Module, *, buffers: bool = True) -> bool:
         """Gives a module's parameters and persistent buffers memory with two sides, and registers them. With Engine(restore=True) that is the
-        memory of this rank's last process, if the daemon keeps it and the same module was moved there by refitd.adopt(arena=True): it can be read
-        only until the daemon has found layout and content to be what was committed. Else it is new, of zeros.
+        memory of this rank's last process, if the daemon keeps it and the same module was moved there by refitd.adopt(arena=True): it is read-only
+        until it is registered. Else it is new, and its bytes are not set.
 
         The module needs no memory of its own for them (build it on the device "meta"); what values they have are let go. The Parameter objects
         become others, as by `module.to_empty`, and keep attributes and ties. Buffers that are not persistent stay as they are.
@@ -490,7 +490,7 @@ class Engine(Member):
         """The next event; None after `timeout_seconds`, or soon after `stopped` was set."""
         caller_left = threading.Event()
         # A signal handler may end the wait: `cancel` then ends _take, and `disown` puts back an event that it took.
-        _, event = interruptible(lambda: self._take(caller_left, stopped, timeout_seconds), cancel=caller_left.set, disown=self._restore)
+        _, event = interruptible(lambda: self._take(caller_left, stopped, timeout_seconds), cancel=caller_left.set, disown=self._untake)
         return event
 
     def _take(
@@ -498,7 +498,7 @@ class Engine(Member):
     ) -> tuple[int, Event | None]:
         """Returns what _next_or_none returns, with the event's number. `caller_left` is set when the caller waits no more.
 
-        Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _restore().
+        Not for a thread on which signal handlers run: an event that was taken must get to its caller, or to _untake().
         """
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:
@@ -519,9 +519,9 @@ class Engine(Member):
 
     def _put_back(self, event: Event) -> None:
         """For a caller that can't use its event now: the next call gets that event before any other."""
-        self._restore((-1, event))
+        self._untake((-1, event))
 
-    def _restore(self, taken: tuple[int, Event | None]) -> None:
+    def _untake(self, taken: tuple[int, Event | None]) -> None:
         """For a caller that was interrupted or cancelled after the event was taken: the next call gets the event, in its order."""
         number, event = taken
         if event is not None:
@@ -676,7 +676,7 @@ class Inbox:
                 return None
             remaining = None if deadline is None else max(deadline - self.loop.time(), 0.0)
             take = partial(self._engine._take, caller_left, None, remaining)
-            last = self.loop.create_task(awaited(take, cancel=caller_left.set, disown=self._engine._restore))
+            last = self.loop.create_task(awaited(take, cancel=caller_left.set, disown=self._engine._untake))
             return (await asyncio.shield(last))[1]  # type: ignore[no-any-return]
         except asyncio.CancelledError:
             caller_left.set()
@@ -688,4 +688,4 @@ class Inbox:
 
     def _put_back(self, reading: asyncio.Future[Any]) -> None:
         if not reading.cancelled() and reading.exception() is None:
-            self._engine._restore(reading.result())
+            self._engine._untake(reading.result())

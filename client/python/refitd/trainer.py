@@ -918,11 +918,12 @@ class Trainer(Member):
         """Puts the content of the version before the group's into place again, and returns its new number: the group's plus one.
 
         Engines with arenas that still hold it flip to it; the others then catch up from them. One rank calls it; all go on with
-        `next_version`. An update that waits to be staged is lost.
+        `next_version`. An update that has asked no engine for anything yet ends with
+        UpdateAborted.
 
         Args:
-            version: The version that is rolled back: with any other of the group the call is refused, and where it is rolled back already,
-                its number is returned once more. None: whichever the group has.
+            version: The version to roll back. If the group has another, the call is refused; if it is rolled back already, that rollback's
+                number is returned. None: the group's.
 
         Raises:
             FailedPrecondition: No engine holds the version before any more, or an engine could not follow; the error names it, and

@@ -479,7 +479,7 @@ def _load_model(original: Any, loader: Any, **options: Any) -> Any:
     model = original(loader, **options)
     if _loading:
         snapshots, formats = _loading
-        note_changes(model, snapshots, Settings.of().arena != "off", sys.modules[__name__])
+        note_changes(model, snapshots, Settings.of().in_arenas, sys.modules[__name__])
         object.__setattr__(model, _FORMATS, formats)
         _loading.clear()
     return model

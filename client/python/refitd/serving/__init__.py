@@ -64,6 +64,10 @@ class Settings:
     wait_seconds: float = 600.0
     reattach_seconds: float = 600.0
 
+    @property
+    def in_arenas(self) -> bool:
+        return self.arena != "off"
+
     @classmethod
     def of(cls, given: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ) -> Settings:
         """Settings of `given`, else of the environment. Raises InvalidArgument that names the field."""

@@ -229,7 +229,7 @@ class Delivery:
 
     @property
     def arena_bytes(self) -> int:
-        """The bytes of a side of the arenas that what the daemon writes lies in; the loader tensors' among them."""
+        """The bytes of one side of the arenas in which the boxes lie, loader tensors included."""
         found = {locate(pointer, 1) for box in self.boxes if (pointer := getattr(box.memory, "pointer", None)) is not None}
         return sum(arena.nbytes for arena in found if isinstance(arena, Arena))
 
@@ -489,12 +489,11 @@ def _delivery_of(
     _refuse({entry.name: "gets no tensor of the checkpoint" for entry in rest if entry.is_parameter}, "parameters would stay as they are")
     padded = _padded(held, captured, inside)
     specs = {spec.name: spec for spec in manifest}
-    packing = _prepacked(model, held, captured, prepacked, settings.arena != "off")
+    packing = _prepacked(model, held, captured, prepacked, settings.in_arenas)
     total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
     _check_room(total, settings.loader_bytes, processed)
-    arena = settings.arena != "off"
-    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], device, arena)
+    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], device, settings.in_arenas)
     attention = [module for module in model.modules() if inside.is_attention(module)]
     made = Delivery(
         direct=[entry.name for entry in direct],
@@ -512,7 +511,7 @@ def _delivery_of(
         derived=sorted(made_later),
         tied_names=_tied_names(model, captured.ignored, specs),
     )
-    made.boxes = _boxes(made, captured, direct, held, device, arena)
+    made.boxes = _boxes(made, captured, direct, held, device, settings.in_arenas)
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
@@ -559,8 +558,8 @@ def _check_room(total: int, loader_bytes: int, processed: dict[str, str]) -> Non
 
 
 def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set[int], arena: bool) -> list[Prepacked]:
-    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written. With `arena` it is
-    not yet in an arena."""
+    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written. With `arena` that
+    memory is torch's, and _boxes() moves it into an arena."""
     import torch
 
     from ..layout.capture import _span
@@ -636,7 +635,7 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     failed: dict[str, str] = {}
     while True:
         made = decide(model, manifest, settings, device, steps.inside, failed)
-        outside = _outside_arenas(model, made, device) if settings.arena != "off" else {}
+        outside = _outside_arenas(model, made, device) if settings.in_arenas else {}
         if outside.keys() - failed.keys():
             failed.update(outside)
             continue
@@ -667,8 +666,8 @@ def _outside_arenas(model: Any, made: Delivery, device: Any) -> dict[str, str]:
     Raises FailedPrecondition where nothing was moved into arenas when the model was loaded."""
     if getattr(model, ATTRIBUTE, None) is None:
         raise FailedPrecondition(
-            "arena: only weights whose post-processing was watched can be in an arena: start the engine with the load format that "
-            "refitd's page about it names",
+            "arena: only weights whose post-processing was watched can be in an arena: start vLLM with "
+            "--load-format refitd, SGLang with --load-format dummy",
             culprit="arena",
         )
     if device.type == "cpu":

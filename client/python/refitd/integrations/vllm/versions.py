@@ -329,7 +329,7 @@ def loader_class() -> Any:
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
             model = super().load_model(vllm_config, *arguments, **options)
-            note_changes(model, self._before, Settings.of().arena != "off", sys.modules[__name__])
+            note_changes(model, self._before, Settings.of().in_arenas, sys.modules[__name__])
             object.__setattr__(model, CONFIGURATION, vllm_config)
             del self._before
             return model
