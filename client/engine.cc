@@ -141,6 +141,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // staged may be overwritten.
   bool overwritten_ ABSL_GUARDED_BY(mutex_) = false;
   bool flipped_ ABSL_GUARDED_BY(mutex_) = false;  // for an update whose outcome did not come
+  // A flip could not be undone: the daemon takes other sides for the fronts than are mapped.
+  bool sides_unknown_ ABSL_GUARDED_BY(mutex_) = false;
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -253,7 +255,8 @@ void EngineImpl::TakeOver(EngineLease* session, uint64_t /*generation*/) {
     if (auto pool = lease_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
   }
   state_.OnReattached();
-  must_flip_ = flipped_ = false;  // the sides stay: this daemon was given them as they are
+  // The sides stay: this daemon was given them as they are, and has staged nothing yet.
+  must_flip_ = flipped_ = overwritten_ = sides_unknown_ = false;
   lost_ = false;
   notices_.push_back(Reattached{state_.weights(), session->held});
 }
@@ -317,6 +320,12 @@ absl::Status EngineImpl::Register(Layout layout) {
     Arenas arenas = ArenasOf(&layout);
     {
       MutexLock state_lock(&mutex_);
+      // P2: an abort goes back to the other sides. Ready waits for this call's end, so that none is
+      // flipped from here on.
+      if (flipped_ && !arenas.empty()) {
+        return Error(absl::StatusCode::kFailedPrecondition,
+                     "the outcome of an update that exchanged the sides of arenas is awaited");
+      }
       copied_ = copied_ || !arenas.empty();
       overwritten_ = overwritten_ || !arenas.empty();
     }
@@ -488,13 +497,20 @@ absl::Status EngineImpl::Flip() {
     if (flipped.ok()) continue;
     bool undone = !absl::IsDataLoss(flipped);
     while (i-- > 0) undone = registered_[i]->Flip().ok() && undone;
-    if (!undone) state_.OnBroken();
+    if (!undone) {
+      state_.OnBroken();
+      sides_unknown_ = true;
+    }
     return flipped;
   }
   return absl::OkStatus();
 }
 
 absl::Status EngineImpl::FlipForUpdate() {
+  if (sides_unknown_) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "an earlier exchange of the arenas' sides failed: attach again");
+  }
   if (std::exchange(overwritten_, false)) {
     return Error(
         absl::StatusCode::kFailedPrecondition,
@@ -512,7 +528,10 @@ absl::Status EngineImpl::FlipForUpdate() {
 void EngineImpl::Settle(EngineLease* session, bool committed) {
   if (!std::exchange(flipped_, false)) return;
   if (!committed) {
-    if (!Flip().ok()) state_.OnBroken();
+    if (!Flip().ok()) {
+      state_.OnBroken();
+      sides_unknown_ = true;
+    }
     return;
   }
   copied_ = false;

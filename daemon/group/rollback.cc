@@ -100,7 +100,10 @@ void Rollback::CheckInvariants() const {
   for (const auto& [name, instance] : members_.instances()) {
     if (!instance.back.has_value()) continue;
     REFITD_CHECK(versions_.last().has_value() && *instance.back < *versions_.last());
-    for (const auto& [rank, id] : instance.ranks) REFITD_CHECK(members_.Find(id)->shadowed);
+    for (const auto& [rank, id] : instance.ranks) {
+      const Member& member = *members_.Find(id);
+      REFITD_CHECK(member.shadowed || member.layout->pieces.empty());
+    }
   }
 }
 

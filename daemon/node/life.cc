@@ -388,7 +388,11 @@ void EraseMember(DaemonState& state, MemberId member, StateLock& lock) {
   state.data_plane->Release(member);
   // Unmapping large regions takes long, so it is done after the mutex was released.
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(record.regions));
-  lock.Last([regions] { regions->clear(); });
+  auto kept = std::make_shared<std::optional<KeptRank>>(std::move(record.kept));
+  lock.Last([regions, kept] {
+    regions->clear();
+    kept->reset();
+  });
   if (GroupRecord* group = state.groups.Find(record.group);
       group != nullptr && record.ordinal.has_value()) {
     DropUnused(state, group, *record.ordinal, lock);

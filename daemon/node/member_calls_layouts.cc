@@ -170,7 +170,8 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   }
   const std::string group = (*member)->group;
   const MemberId id = (*member)->id;
-  registered.kept = restores && content == std::optional((*member)->claims->digest);
+  registered.kept = restores && content == std::optional((*member)->claims->digest) &&
+                    (*member)->claims->origin == state_.groups.Of(**member)->machine->incarnation();
   state_.calls.Add(r.call,
                    {group,
                     [reply = r.reply, registered](const absl::Status& answer, const ReplyPayload&) {

@@ -75,8 +75,10 @@ absl::Status ClaimKept(const DaemonState& state, Arrival* arrival) {
 void TakeKept(DaemonState& state, MemberRecord* member, StateLock& lock) {
   if (!member->engine) return;
   const absl::StatusOr<const KeptRank*> found = state.kept.Find(*member);
+  // P3: a version of an incarnation that was replaced is none.
   const bool claimed = member->restores && found.ok() && *found != nullptr &&
-                       member->claims == std::optional((*found)->content);
+                       member->claims == std::optional((*found)->content) &&
+                       (*found)->content.origin == state.groups.Of(*member)->machine->incarnation();
   std::vector<KeptRank> needless;
   for (KeptRank& kept : state.kept.TakeAll([member](const KeptRank& each) {
          return SameRank(each, *member) ||

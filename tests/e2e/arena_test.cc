@@ -239,6 +239,28 @@ TEST_CASE("a layout that is refused while a version is staged keeps it from bein
   f.Installed(3);
 }
 
+TEST_CASE("a layout that comes between Ready and the outcome changes nothing") {
+  Fixture f;
+  f.Installed(1);
+  const std::string before(f.a.memory(), static_cast<size_t>(f.whole.region_bytes));
+  f.b0.Flip(Rank::Flips::kFails);
+  f.b0.Hold();
+  std::thread registers([&] {
+    // "a" has answered Ready: it reads the version whose outcome it does not know.
+    CHECK(Eventually([&] { return std::memcmp(f.a.memory(), before.data(), before.size()) != 0; }));
+    CHECK(absl::IsFailedPrecondition(f.a.engine().Register(f.a.layout())));
+    f.b0.Let();
+  });
+  CHECK(absl::IsAborted(f.pusher.Install(2)));
+  registers.join();
+  // The ranks compare what they go back to.
+  for (Rank* rank : f.ranks()) {
+    REQUIRE(rank->Await([](const Rank::Seen& s) { return s.aborts == 1; }));
+  }
+  f.b0.Flip(Rank::Flips::kWell);
+  f.Installed(3);
+}
+
 TEST_CASE("an arena goes from engine to engine with the weights in it") {
   const Model model = MixedModel();
   const Held held = HoldWhole(model);

@@ -85,17 +85,21 @@ class HostTwoSided final : public TwoSided {
     return absl::OkStatus();
   }
   absl::Status CopyToBack() override {
+    if (!back_mapped_) {
+      REFITD_RETURN_IF_ERROR(MapAt(addresses_.Room(1), sides_[1 - front_], bytes()));
+      back_mapped_ = true;
+    }
     std::memcpy(addresses_.Room(1), data(), size());
     return absl::OkStatus();
   }
-  // Each step leaves a side mapped at data(). The last steps are for speed alone.
+  // Each step leaves a side mapped at data(). The last step only prepares the next call, and may
+  // fail.
   absl::Status Flip() override {
-    const bool moves = MoveTables(0, 2).ok() && MoveTables(1, 0).ok();
+    const bool moves = back_mapped_ && MoveTables(0, 2).ok() && MoveTables(1, 0).ok();
     if (!moves) REFITD_RETURN_IF_ERROR(MapAt(addresses_.Room(0), sides_[1 - front_], bytes()));
     front_ = 1 - front_;
-    if (!moves || !MoveTables(2, 1).ok()) {
-      REFITD_RETURN_IF_ERROR(MapAt(addresses_.Room(1), sides_[1 - front_], bytes()));
-    }
+    back_mapped_ = (moves && MoveTables(2, 1).ok()) ||
+                   MapAt(addresses_.Room(1), sides_[1 - front_], bytes()).ok();
     return absl::OkStatus();
   }
 
@@ -115,6 +119,7 @@ class HostTwoSided final : public TwoSided {
   const std::array<UniqueFd, 2> sides_;
   size_t front_ = 0;
   bool writable_;
+  bool back_mapped_ = true;  // the back, in Room(1)
 };
 
 // Maps the front, read-only unless writable, and the back, always writable.

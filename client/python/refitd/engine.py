@@ -394,9 +394,9 @@ class Engine(Member):
             self._places = Places(module, getattr(layout, "parameter_names", None))
 
     def restore(self, module: torch.nn.Module, *, buffers: bool = True) -> bool:
-        """Gives a module's parameters and persistent buffers memory with two sides, and registers them. With Engine(restore=True) that is the
+        """Gives a module's parameters and persistent buffers memory with two sides. With Engine(restore=True) that is the
         memory of this rank's last process, if the daemon keeps it and the same module was moved there by refitd.adopt(arena=True): it is read-only
-        until it is registered. Else it is new, and its bytes are not set.
+        until it is registered, which this does. Else it is new, and its bytes are not set.
 
         The module needs no memory of its own for them (build it on the device "meta"); what values they have are let go. The Parameter objects
         become others, as by `module.to_empty`, and keep attributes and ties. Buffers that are not persistent stay as they are.
@@ -407,15 +407,23 @@ class Engine(Member):
 
         Returns:
             Whether the memory holds `version`. If not, load the weights and register the module, so that both sides have what no version brings.
+            The module is registered already only where kept memory was found to be something else.
 
         Raises:
             ResourceExhausted: There is too little memory.
-            What register() raises.
+            What register() raises; the module then has new memory.
         """
         from .layout.placement import place_in_arenas
 
-        place_in_arenas(module, interruptible(self._take_kept, cancel=ends_soon), self.device, buffers)
-        self.register(module, buffers=buffers)
+        kept = interruptible(self._take_kept, cancel=ends_soon)
+        place_in_arenas(module, kept, self.device, buffers)
+        if not kept:
+            return False
+        try:
+            self.register(module, buffers=buffers)
+        except BaseException:
+            place_in_arenas(module, [], self.device, buffers)  # the kept memory can't be written
+            raise
         return self.version is not None
 
     def _take_kept(self) -> list[Arena]:
