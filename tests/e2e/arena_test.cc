@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include <catch2/catch.hpp>
+#include <cstring>
 #include <iostream>
 #include <memory>
 #include <string>
@@ -245,14 +246,19 @@ TEST_CASE("a layout that comes between Ready and the outcome changes nothing") {
   const std::string before(f.a.memory(), static_cast<size_t>(f.whole.region_bytes));
   f.b0.Flip(Rank::Flips::kFails);
   f.b0.Hold();
+  bool flipped = false;
+  absl::Status refused;
   std::thread registers([&] {
-    // "a" has answered Ready: it reads the version whose outcome it does not know.
-    CHECK(Eventually([&] { return std::memcmp(f.a.memory(), before.data(), before.size()) != 0; }));
-    CHECK(absl::IsFailedPrecondition(f.a.engine().Register(f.a.layout())));
+    // Once "a" has flipped, it reads a version whose outcome it does not know.
+    flipped =
+        Eventually([&] { return std::memcmp(f.a.memory(), before.data(), before.size()) != 0; });
+    refused = f.a.engine().Register(f.a.layout());
     f.b0.Let();
   });
   CHECK(absl::IsAborted(f.pusher.Install(2)));
   registers.join();
+  CHECK(flipped);
+  CHECK(absl::IsFailedPrecondition(refused));
   // The ranks compare what they go back to.
   for (Rank* rank : f.ranks()) {
     REQUIRE(rank->Await([](const Rank::Seen& s) { return s.aborts == 1; }));
