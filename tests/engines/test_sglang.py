@@ -49,6 +49,18 @@ def test_five_versions_where_nothing_proves_direct_delivery(name: str, folder: P
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
+def test_five_versions_into_arenas(name: str, folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions arrive in the other side of the weights, and parameters keep their values between the exchanges."""
+    monkeypatch.setenv("REFITD_ARENA", "device")
+
+    def staged(engine: EngineProcess, version: int) -> None:
+        assert all(rank["staged"] for rank in engine.call("status")), version
+
+    delivery = support.check_five_versions(SglangProcess, name, folder, daemon, tmp_path, each=staged)
+    assert delivery["arena_bytes"] and not any("arena" in why for why in delivery["processed"].values()), delivery
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     check_five_versions(name, folder, daemon, tmp_path, tp=2)
 
