@@ -139,7 +139,7 @@ TEST_CASE("arenas of another user, process, world or device are refused by name"
   CHECK_THAT(Message(runs), Contains("still runs"));
   const absl::Status world = refusal([](MemberRecord* r) { r->world_size = 2; });
   CHECK(absl::IsFailedPrecondition(world));
-  CHECK_THAT(Message(world), Contains("of a rank of 1 on host, not of 2 on host"));
+  CHECK_THAT(Message(world), Contains("have world size 1 on host, and the rank 2 on host"));
   CHECK(absl::IsFailedPrecondition(refusal([](MemberRecord* r) { r->device = "GPU-1"; })));
   CHECK(kept.size() == 1);  // nothing has changed
 }
