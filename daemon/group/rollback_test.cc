@@ -208,7 +208,8 @@ TEST_CASE("backs that an update has begun to write hold the version before no mo
   const CallId call = g.Rollback();
   if (written) {
     CHECK(g.Code(call) == kPrecondition);
-    CHECK_THAT(g.Text(call), Contains("no instance holds version 1 any more beside version 2"));
+    CHECK_THAT(g.Text(call),
+               Contains("no instance holds version 1 in its arenas any more, beside version 2"));
     CHECK(g.flips.empty());
     CHECK(g.group.View(g.now).previous == std::nullopt);
     return;
@@ -255,7 +256,7 @@ TEST_CASE("trainers' calls are refused while a rollback runs, and know no update
   for (const int64_t version : {3, 4}) {
     const CallId begin = g.Begin(g.trainer, version);
     CHECK(g.Code(begin) == kPrecondition);
-    CHECK_THAT(g.Text(begin), Contains("is being rolled back to"));
+    CHECK_THAT(g.Text(begin), Contains("a rollback to the content of version 1 runs"));
   }
   CHECK(g.Code(g.Commit(g.trainer, 3, 0)) == kPrecondition);
   CHECK(g.Code(g.Abort(g.trainer, 3)) == kPrecondition);

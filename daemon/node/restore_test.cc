@@ -106,9 +106,14 @@ struct World {
   }
   // Installs the bytes, all of whose elements are `value`, in the engine.
   void Install(int64_t version, char value, const Attached& engine) {
+    const auto flip = [&] {
+      const auto last = engine.inbox->Last<SendFlip>();
+      return last.has_value() ? last->update : UpdateId();
+    };
+    const UpdateId before = flip();
     Stage(version, value);
-    REQUIRE(Eventually([&] { return engine.inbox->Last<SendFlip>().has_value(); }));
-    const UpdateId update = engine.inbox->Last<SendFlip>()->update;
+    REQUIRE(Eventually([&] { return flip() != before; }));
+    const UpdateId update = flip();
     parts.calls().HandleEngineEvent(engine.id, ReadyEvent{engine.id, update});
     REQUIRE(committed->status().ok());
     CHECK(engine.inbox->Last<SendCommitted>()->version == Version(version));

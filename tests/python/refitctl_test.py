@@ -448,7 +448,7 @@ class RefitctlTest(unittest.TestCase):
         engine = Engine(self, "back", "replica", self.checkpoint(1), "--versions", "2")
         for version in (1, 2):
             self.refitctl("push", self.checkpoint(1), "--group", "back", "--version", str(version), "--create")
-        self.assertIn("no instance holds version 1 any more beside version 2", self.refitctl("rollback", "back", code=FAILED))
+        self.assertIn("no instance holds version 1 in its arenas any more, beside version 2", self.refitctl("rollback", "back", code=FAILED))
         self.assertIn("version: 7, and the group's is 2", self.refitctl("rollback", "back", "--version", "7", code=FAILED))
         self.assertEqual(self.refitctl("release", "back"), "group back: the next update may be staged\n")
         self.refitctl("rollback", "nowhere", code=FAILED)
