@@ -32,6 +32,7 @@ METRICS = {
     "refitd_update_phase_seconds": {"group", "phase"},
     "refitd_update_seconds": {"group"},
     "refitd_moved_bytes_total": {"group", "move"},
+    "refitd_flip_backs_total": {"group"},
     "refitd_slots": {"group", "state"},
     "refitd_leases": {"group", "role"},
     "refitd_communicator": {"group"},
