@@ -599,8 +599,11 @@ def _boxes(made: Delivery, captured: Any, direct: Sequence[_Entry], held: Sequen
 
     filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
     if device.type == "cpu":
-        adopt: Callable[[Iterable[Any]], object] = adopt_in_arenas if arena else adopt_tensors
-        adopt([*(entry.tensor for entry in direct), *filled.values()])
+        tensors = [*(entry.tensor for entry in direct), *filled.values()]
+        if arena:
+            adopt_in_arenas(tensors)
+        else:
+            adopt_tensors(tensors)
     boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
     boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
