@@ -30,8 +30,8 @@ class Arena {
   static absl::StatusOr<std::shared_ptr<Arena>> Open(SharedSides sides,
                                                      const ConnectOptions& options);
 
-  // Where the rank reads its weights: on a GPU an address for kernels and copies of this process
-  // there.
+  // The rank reads its weights here: on a GPU it is an address for kernels and copies of this
+  // process there.
   char* data() const { return memory_->data(); }
   int64_t bytes() const { return memory_->bytes(); }
 

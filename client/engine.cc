@@ -102,6 +102,11 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   Arenas ArenasOf(Layout* layout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   // Exchanges the sides of all registered arenas, or of none.
   absl::Status Flip() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // A flip could not be undone.
+  void LoseSides() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    state_.OnBroken();
+    sides_unknown_ = true;
+  }
   // Flip, for the running update. FAILED_PRECONDITION: the backs do not hold what it staged (P1),
   // or it is a rollback, which writes nothing, and they do not hold the version before, or nobody
   // knows (P2).
@@ -141,7 +146,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // staged may be overwritten.
   bool overwritten_ ABSL_GUARDED_BY(mutex_) = false;
   bool flipped_ ABSL_GUARDED_BY(mutex_) = false;  // for an update whose outcome did not come
-  // A flip could not be undone: the daemon takes other sides for the fronts than are mapped.
+  // The daemon may take other sides for the fronts than are mapped.
   bool sides_unknown_ ABSL_GUARDED_BY(mutex_) = false;
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
@@ -497,10 +502,7 @@ absl::Status EngineImpl::Flip() {
     if (flipped.ok()) continue;
     bool undone = !absl::IsDataLoss(flipped);
     while (i-- > 0) undone = registered_[i]->Flip().ok() && undone;
-    if (!undone) {
-      state_.OnBroken();
-      sides_unknown_ = true;
-    }
+    if (!undone) LoseSides();
     return flipped;
   }
   return absl::OkStatus();
@@ -528,10 +530,7 @@ absl::Status EngineImpl::FlipForUpdate() {
 void EngineImpl::Settle(EngineLease* session, bool committed) {
   if (!std::exchange(flipped_, false)) return;
   if (!committed) {
-    if (!Flip().ok()) {
-      state_.OnBroken();
-      sides_unknown_ = true;
-    }
+    if (!Flip().ok()) LoseSides();
     return;
   }
   copied_ = false;

@@ -258,7 +258,7 @@ void Group::Impl::On(const EngineFailed& e) {
   const std::optional<uint32_t> index = update->participants.Of(e.member);
   if (!index.has_value()) return;
   if (update->state == UpdateState::kEnding) return;
-  // Where the rank can't flip, nobody knows what its backs are.
+  // A rank that can't flip may have backs of any content.
   if (update->staged()) members.FindInstance(member->instance)->back.reset();
   FailEngine(*index, {fmt::format("{} failed: {}", member->label, e.reason), GiveUpClass::kAborted,
                       members.Suspecting(e.member)});

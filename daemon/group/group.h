@@ -686,8 +686,8 @@ struct UpdateRecord {
   Verification verification = Verification::kReadback;
   bool evict_late = false;
   bool hold = false;  // the next update is not staged before ReleasePreviousEvent
-  // Of a rollback: the version whose content it puts into place again. No byte is moved, and
-  // neither trainers nor the data plane take part.
+  // A rollback puts the content of this version into place again. No byte is moved, and neither
+  // trainers nor the data plane take part. nullopt: the update is no rollback.
   std::optional<Version> content;
   // Set when the update is assembled (UpdateAssembled).
   std::optional<ProgramUse> use;  // nullopt: nothing but pushed buckets is moved

@@ -50,7 +50,7 @@ class Rollback {
   bool Holds() const;
   // When the hold ends; nullopt: at Release alone.
   std::optional<TimePoint> held_until() const { return held_until_; }
-  // What an update that waits is waiting for, for messages.
+  // Names the version that is held and for how long, for messages about an update that waits.
   std::string Describe() const;
 
   // nullopt: no instance holds the version before. `running`: an update has begun, which a rollback

@@ -2,28 +2,17 @@
 // and nothing has changed.
 #include <catch2/catch.hpp>
 
-#include "daemon/group/group_test_util.h"
+#include "daemon/group/shadowed_test_util.h"
 
 namespace refitd {
 namespace {
 
 using Catch::Contains;
 using std::chrono::seconds;
-constexpr auto kOk = absl::StatusCode::kOk;
-constexpr auto kAborted = absl::StatusCode::kAborted;
-constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
 constexpr auto kUnavailable = absl::StatusCode::kUnavailable;
 
-const std::vector<TensorSpec> kModel = {Bytes("a", 1000), Bytes("b", 500)};
-
-// A trainer, and shadowed instances "a" and "b" of one rank each.
-struct Shadowed : TestGroup {
-  explicit Shadowed(GroupSpec spec = DefaultSpec(), GroupLimits limits = {})
-      : TestGroup(spec, limits) {
-    trainer = AttachTrainer();
-    a = ShadowedRank("a", kModel, 0, 1, /*catch_up=*/true);
-    b = ShadowedRank("b", kModel, 0, 1, /*catch_up=*/true);
-  }
+struct Shadowed : ShadowedPair {
+  using ShadowedPair::ShadowedPair;
   void Take(int64_t version) { Install(trainer, version, kModel); }
   // Reads everything back for the version, as digests of it.
   void TakeWithDigests(int64_t version, uint64_t digest) {
@@ -55,9 +44,6 @@ struct Shadowed : TestGroup {
     if (verifying.has_value()) FinishVerify();
     ReadyAll();
   }
-  MemberId trainer;
-  MemberId a;
-  MemberId b;
 };
 // The same, which hold version 2 and, in their backs, version 1.
 struct AtTwo : Shadowed {

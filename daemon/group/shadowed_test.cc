@@ -1,26 +1,18 @@
 // Shadowed instances: staged while they serve, flipped when the version is complete.
 #include <catch2/catch.hpp>
 
-#include "daemon/group/group_test_util.h"
+#include "daemon/group/shadowed_test_util.h"
 
 namespace refitd {
 namespace {
 
 using Catch::Contains;
 using std::chrono::seconds;
-constexpr auto kOk = absl::StatusCode::kOk;
-constexpr auto kAborted = absl::StatusCode::kAborted;
 constexpr auto kInvalid = absl::StatusCode::kInvalidArgument;
-constexpr auto kPrecondition = absl::StatusCode::kFailedPrecondition;
 
-const std::vector<TensorSpec> kModel = {Bytes("a", 1000), Bytes("b", 500)};
-
-// A trainer, and shadowed instances "a" and "b" of one rank each, which hold version 1.
-struct TwoShadowed : TestGroup {
+// Both instances hold version 1.
+struct TwoShadowed : ShadowedPair {
   TwoShadowed() {
-    trainer = AttachTrainer();
-    a = ShadowedRank("a", kModel, 0, 1, /*catch_up=*/true);
-    b = ShadowedRank("b", kModel, 0, 1, /*catch_up=*/true);
     Install(trainer, 1, kModel);
     flips.clear();
     committed.clear();
@@ -38,9 +30,6 @@ struct TwoShadowed : TestGroup {
     REQUIRE(flips.size() == 2);
     return commit;
   }
-  MemberId trainer;
-  MemberId a;
-  MemberId b;
 };
 
 TEST_CASE("a shadowed instance serves its version until the next one is staged") {

@@ -242,7 +242,7 @@ void Versions::CheckInvariants() const {
   REFITD_CHECK(undone_.size() <= kRememberedUpdates);
   REFITD_CHECK(!previous_.has_value() || (last_.has_value() && *previous_ < *last_));
   REFITD_CHECK(content_.has_value() == rolled_back_.has_value());
-  // What was rolled back is not served again.
+  // A rollback leaves no version to go back to.
   REFITD_CHECK(!content_.has_value() || (!previous_.has_value() && !undone_.contains(*content_)));
   for (const auto& [rank, installed] : committed_to_) {
     REFITD_CHECK(last_.has_value() && installed.first <= *last_);

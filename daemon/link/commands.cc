@@ -25,6 +25,7 @@ using peer::CallOf;
 using peer::CheckIncarnation;
 using peer::CheckSize;
 using peer::CheckSlot;
+using peer::ContentVersionOf;
 using peer::FailureOfMessage;
 using peer::FlagsOf;
 using peer::IndicesOf;
@@ -232,10 +233,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerWelcome& message, const Peer
   REFITD_RETURN_IF_ERROR(
       InRange(message.trainer_ranks(), 1, kMaxTrainerRanks, "welcome.trainer_ranks"));
   out.trainer_ranks = message.trainer_ranks();
-  if (message.has_content_version()) {
-    REFITD_ASSIGN_OR_RETURN(out.content,
-                            VersionOf(message.content_version(), "welcome.content_version"));
-  }
+  REFITD_ASSIGN_OR_RETURN(out.content, ContentVersionOf(message, "welcome.content_version"));
   return out;
 }
 
@@ -320,10 +318,7 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::CommitResponse& message) {
     REFITD_ASSIGN_OR_RETURN(std::string text, TextOf(name, "reply.done.left_out"));
     out.left_out.names.push_back(std::move(text));
   }
-  if (message.has_content_version()) {
-    REFITD_ASSIGN_OR_RETURN(out.content,
-                            VersionOf(message.content_version(), "reply.done.content_version"));
-  }
+  REFITD_ASSIGN_OR_RETURN(out.content, ContentVersionOf(message, "reply.done.content_version"));
   return out;
 }
 

@@ -8,6 +8,7 @@
 namespace refitd {
 namespace {
 
+using peer::ContentVersionOf;
 using peer::FailureOfMessage;
 using peer::MemberOf;
 using peer::MillisOf;
@@ -43,10 +44,7 @@ absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Prepare& messag
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "prepare.version"));
   REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(message.remaining_ms(), "prepare.remaining_ms"));
   out.update = UpdateId(message.update_id());
-  if (message.has_content_version()) {
-    REFITD_ASSIGN_OR_RETURN(out.content,
-                            VersionOf(message.content_version(), "prepare.content_version"));
-  }
+  REFITD_ASSIGN_OR_RETURN(out.content, ContentVersionOf(message, "prepare.content_version"));
   return out;
 }
 
@@ -65,10 +63,7 @@ absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Committed& mess
   SendCommitted out{.member = member, .version = {}};
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "committed.version"));
   out.digest = message.digest();
-  if (message.has_content_version()) {
-    REFITD_ASSIGN_OR_RETURN(out.content,
-                            VersionOf(message.content_version(), "committed.content_version"));
-  }
+  REFITD_ASSIGN_OR_RETURN(out.content, ContentVersionOf(message, "committed.content_version"));
   return out;
 }
 

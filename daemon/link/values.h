@@ -44,6 +44,14 @@ inline absl::StatusOr<MemberId> MemberOf(uint64_t id, std::string_view field) {
 absl::StatusOr<CallId> CallOf(uint64_t id, std::string_view field);
 
 absl::StatusOr<Version> VersionOf(int64_t version, std::string_view field);
+// The message's content_version, which `field` names; nullopt: it has none.
+template <typename Message>
+absl::StatusOr<std::optional<Version>> ContentVersionOf(const Message& message,
+                                                        std::string_view field) {
+  if (!message.has_content_version()) return std::optional<Version>();
+  REFITD_ASSIGN_OR_RETURN(const Version content, VersionOf(message.content_version(), field));
+  return std::optional<Version>(content);
+}
 
 absl::StatusOr<PartSeq> PartOf(int64_t part, std::string_view field);
 

@@ -35,9 +35,9 @@ class KeptArenas {
 
   // Keeps them, in place of what was kept of the same rank; returns what gave way.
   [[nodiscard]] std::vector<KeptRank> Keep(KeptRank kept);
-  // What is kept for the rank that attaches as `record` says; null: nothing. PERMISSION_DENIED
-  // (P9): it belongs to another user. FAILED_PRECONDITION: the process that had it runs still, or
-  // the rank was one of another world size or device.
+  // Finds what is kept for the rank that attaches as `record` says; null: nothing.
+  // PERMISSION_DENIED (P9): it belongs to another user. FAILED_PRECONDITION: the process that had
+  // it runs still, or the rank was one of another world size or device.
   absl::StatusOr<const KeptRank*> Find(const MemberRecord& record) const;
   // Takes out all for which `wanted` holds.
   std::vector<KeptRank> TakeAll(const Wanted& wanted);
@@ -59,9 +59,9 @@ class KeptArenas {
 
 // Whether both are the same rank of the same instance and group.
 bool SameRank(const KeptRank& kept, const MemberRecord& record);
-// What is to be kept of an engine rank whose lease ends: its arenas, if all that its layout names
-// lies in arenas whose descriptors the daemon has, and the daemon saw the rank clean. nullopt:
-// nothing.
+// Returns the arenas of an engine rank whose lease ends, if all that its layout names lies in
+// arenas whose descriptors the daemon has, and the daemon saw the rank clean. nullopt: nothing is
+// to be kept.
 std::optional<KeptRank> KeptOf(const MemberRecord& member, TimePoint until);
 
 }  // namespace refitd

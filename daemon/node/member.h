@@ -80,7 +80,7 @@ struct KeptRank {
   std::vector<Arena> arenas;   // in the order of Layout::backs
   TimePoint until;
 
-  // Of both sides.
+  // The bytes of both sides of all arenas.
   int64_t bytes() const {
     int64_t bytes = 0;
     for (const Arena& arena : arenas) bytes += arena.front.memory.bytes + arena.back.memory.bytes;

@@ -467,17 +467,17 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty,
   if (committed) {
     if (index == rounds_.size() || rounds_[index].outcome != Outcome::kCommitted) {
       return Violate(
-          "P1", fmt::format("pid {} is told committed {}, which was not decided", pid, version));
+          "P1", fmt::format("pid {} got Committed for {}, which was not decided", pid, version));
     }
     if (seat.trainer) return;
     uint32_t holds = 0;
     if (!rounds_[index].committed_instances.contains(seat.instance) ||
         !TrueVersion(p, &holds).has_value() || holds != rounds_[index].bytes_of) {
       return Violate(
-          "P1", fmt::format("pid {} is told committed {}, but does not hold it", pid, version));
+          "P1", fmt::format("pid {} got Committed for {}, but does not hold it", pid, version));
     }
     if (content != rounds_[rounds_[index].bytes_of].version) {
-      return Violate("P11", fmt::format("pid {} is told committed {} with the content of {}, and "
+      return Violate("P11", fmt::format("pid {} got Committed for {} with the content of {}, and "
                                         "it has that of {}",
                                         pid, version, content.value_or(Version(-1)),
                                         rounds_[rounds_[index].bytes_of].version));

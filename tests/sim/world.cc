@@ -550,7 +550,7 @@ void World::On(int d, int g, const SendPart& a) {
 
 void World::On(int d, int g, const SendCommitted& a) {
   if (Touches(d, a.member)) {
-    return Violate("P1", fmt::format("d{} g{}: member {} is told committed while its memory is "
+    return Violate("P1", fmt::format("d{} g{}: member {} gets Committed while its memory is "
                                      "written or read back",
                                      d, g, a.member));
   }

@@ -428,16 +428,16 @@ class Engine(Member):
 
     def _take_kept(self) -> list[Arena]:
         """The arenas that the daemon keeps for this rank."""
+        from .layout.placement import arena_of
+
         arenas: list[Arena] = []
-        library = native.library()
         with self._handle as handle:
             while True:
                 try:
                     made = made_by("refit_engine_take_kept", handle, len(arenas), free="refit_arena_free", what="an arena", context=self.label)
                 except NotFound:
                     return arenas
-                with made as arena:
-                    arenas.append(Arena(library.refit_arena_data(arena), library.refit_arena_bytes(arena), made))
+                arenas.append(arena_of(made))
 
     def register_layout(self, tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str] | None = None) -> None:
         """Does what register() does, for plain records.

@@ -918,8 +918,7 @@ class Trainer(Member):
         """Puts the content of the version before the group's into place again, and returns its new number: the group's plus one.
 
         Engines with arenas that still hold it flip to it; the others then catch up from them. One rank calls it; all go on with
-        `next_version`. An update that has asked no engine for anything yet ends with
-        UpdateAborted.
+        `next_version`. An update that has asked no engine for anything yet ends with UpdateAborted.
 
         Args:
             version: The version to roll back. If the group has another, the call is refused; if it is rolled back already, that rollback's

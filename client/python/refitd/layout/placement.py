@@ -123,11 +123,16 @@ def _new_arena(nbytes: int, device: str | None) -> Arena:
 
     def make() -> Arena:
         made = made_by("refit_arena_new", ctypes.byref(connect), nbytes, free="refit_arena_free", what="an arena")
-        with made as handle:
-            library = native.library()
-            return Arena(library.refit_arena_data(handle), library.refit_arena_bytes(handle), made)
+        return arena_of(made)
 
     return interruptible(make, cancel=ends_soon)
+
+
+def arena_of(made: native.Handle) -> Arena:
+    """The arena of a C handle. Not for a thread on which signal handlers run."""
+    library = native.library()
+    with made as handle:
+        return Arena(library.refit_arena_data(handle), library.refit_arena_bytes(handle), made)
 
 
 def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> list[list[torch.Tensor]]:
