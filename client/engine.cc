@@ -372,6 +372,7 @@ absl::Status EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool 
   origin_ = held.incarnation();
   owner_ = held.owner();
   digest_ = held.digest();
+  notices_.push_back(Committed{Version(held.version()), origin_, owner_, digest_});
   return absl::OkStatus();
 }
 

@@ -167,10 +167,11 @@ class Engine : public SharesMemory {
   // With EngineOptions::restore: the arena of that number, from 0, of those that the daemon keeps
   // of this rank's last lease, in the order in which they were added to that engine. It is
   // read-only until the first Register succeeds. The daemon then compares layout and memory with
-  // what was committed; version() has a value if both are equal. Else the rank holds no version,
-  // and what the memory holds has no meaning. All pieces must lie in these arenas, at the places of
-  // before; bytes that no piece names are not compared. NOT_FOUND: the daemon keeps fewer.
-  // FAILED_PRECONDITION: a layout is registered already.
+  // what was committed; version() has a value if both are equal, and the next event is Committed of
+  // that version. Else the rank holds no version, and what the memory holds has no meaning. All
+  // pieces must lie in these arenas, at the places of before; bytes that no piece names are not
+  // compared. NOT_FOUND: the daemon keeps fewer. FAILED_PRECONDITION: a layout is registered
+  // already.
   virtual absl::StatusOr<std::shared_ptr<Arena>> TakeKept(int index) = 0;
   // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
   // share their memory (tied weights), one has pieces and the other is named in `tensors` without

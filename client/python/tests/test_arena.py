@@ -205,6 +205,9 @@ class ArenaTest(DaemonTest):
         self.assertTrue(model.embed.weight.requires_grad)
         tokens = torch.arange(8)
         self.assertTrue(torch.equal(model(tokens), self.source(tokens)))
+        event = engine.poll()
+        self.assertIsInstance(event, refitd.Committed)
+        self.assertEqual((event.version, event.content), (1, None))
         self.assertIsNone(engine.poll())  # no catch-up
         self.assertEqual(self.kept(), [])
         server = Server(self, engine)
