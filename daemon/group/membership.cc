@@ -502,7 +502,7 @@ std::string Membership::WhyKeptOut(NodeId node) const {
 // The verification of an update whose first rank names none; it holds for all ranks. A default that
 // the operator configured, other than kReadback, stays. With engines on GPUs that are written in
 // place, the copy itself compares what it stored, because read-back would lengthen their pause. All
-// is read back while an engine rank has no version yet, and where all ranks on GPUs are shadowed:
+// is read back while an engine rank has no version yet, and where all memory on GPUs is shadowed:
 // no pause waits for it, and a rank that restores needs the digest. With members on other daemons
 // it is unknown which memory is on GPUs: all is read back.
 Verification Membership::DefaultVerification(Verification configured) const {
@@ -513,7 +513,8 @@ Verification Membership::DefaultVerification(Verification configured) const {
     if (member.node != NodeId()) return Verification::kReadback;
     if (!member.engine) continue;
     if (!member.updated) return Verification::kReadback;
-    devices = devices || (member.on_device && !member.shadowed);
+    const bool empty = member.layout != nullptr && member.layout->pieces.empty();
+    devices = devices || (member.on_device && !member.shadowed && !empty);
   }
   return devices ? Verification::kTransfer : Verification::kReadback;
 }

@@ -67,10 +67,22 @@ TEST_CASE("a version is read back on GPUs too where no pause holds that: all are
   g.Install(trainer, 1, kModel);
   g.Install(trainer, 2, kModel);
   CHECK(g.assembled->verification == Verification::kReadback);
+  who.instance = "with_a_driver";  // which has no memory
+  who.world_size = 2;
+  g.ShadowedRank(who, LayoutOf(kModel));
+  who.rank = 1;
+  const MemberId driver = g.AttachEngine(who);
+  g.engines[driver].shadowed = true;
+  g.Register(driver, LayoutOf({}));
+  g.Install(trainer, 3, kModel);
+  g.Install(trainer, 4, kModel);
+  CHECK(g.assembled->verification == Verification::kReadback);
+  who.rank = 0;
+  who.world_size = 1;
   who.instance = "in_place";
   g.Register(g.AttachEngine(who), LayoutOf(kModel));
-  g.Install(trainer, 3, kModel);  // the first version of a rank
-  g.Install(trainer, 4, kModel);
+  g.Install(trainer, 5, kModel);  // the first version of a rank
+  g.Install(trainer, 6, kModel);
   CHECK(g.assembled->verification == Verification::kTransfer);
 }
 
