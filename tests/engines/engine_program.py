@@ -83,7 +83,17 @@ def plant_no_derivation(model: Any, name: str) -> None:
     model.get_submodule(name).process_weights_after_loading = lambda *_: None
 
 
-PLANTS = {"copy": plant_copy, "no evidence": plant_no_evidence, "sinks copy": plant_sinks_copy, "no derivation": plant_no_derivation}
+def plant_change(model: Any, name: str, rank: int) -> None:
+    """Changes a parameter of one tensor-parallel rank."""
+    import torch
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    if get_tensor_model_parallel_rank() == rank:
+        with torch.no_grad():
+            model.get_parameter(name).view(-1)[0] += 1.0
+
+
+PLANTS = {"change": plant_change, "copy": plant_copy, "no evidence": plant_no_evidence, "sinks copy": plant_sinks_copy, "no derivation": plant_no_derivation}
 
 
 def plant(worker: Any, name: str, arguments: list[Any]) -> None:

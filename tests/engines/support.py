@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,9 @@ class LaunchedProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
         for process in self.processes:
             process.kill()
         # vLLM on a CPU gives the memory by which its ranks talk one name under every external launcher, and makes none where the name is in use.
@@ -434,6 +439,84 @@ def check_five_versions(
     processed = {re.sub(r"layers\.\d+", "layers.N", parameter): why for parameter, why in found["processed"].items()}
     print(f"{name}, {dtype}: {len(found['direct'])} direct, {len(found['processed'])} processed {processed}, loader tensors of {found['loader_bytes']} bytes, proof {found['proof']}")
     return found
+
+
+def without_weights(checkpoint: Path, path: Path) -> Path:
+    """A copy of a checkpoint whose file of weights ends after its header."""
+    shutil.copytree(checkpoint, path)
+    for file in path.glob("*.safetensors"):
+        with open(file, "r+b") as opened:
+            opened.truncate(8 + int.from_bytes(opened.read(8), "little"))
+    return path
+
+
+def restoring(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets what the workers of an engine that follows the tests' group need to find what is kept of them."""
+    for name, value in (("GROUP", GROUP), ("INSTANCE", "engine-0"), ("SOCKET", daemon.socket), ("ARENA", "device"), ("RESTORE", "on")):
+        monkeypatch.setenv(f"REFITD_{name}", value)
+
+
+def kept_versions(daemon: Any) -> list[int]:
+    """The versions in the arenas that the daemon keeps."""
+    status = json.loads(daemon.control("--output", "json", "status"))
+    return [int(arena["version"]) for arena in status["arenas"] if arena["kept"]]
+
+
+def kill(engine: Any, daemon: Any, version: int, ranks: int = 1) -> None:
+    """Kills an engine, a process or server, whose arenas the daemon then keeps."""
+    engine.kill()
+    deadline = time.monotonic() + CALL_SECONDS
+    while kept_versions(daemon) != [version] * ranks:
+        assert time.monotonic() < deadline, f"{kept_versions(daemon)}: {daemon.read_log()[-3000:]}"
+        time.sleep(0.05)
+
+
+def check_restarts(
+    kind: type[EngineProcess], name: str, folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, dtype: str = "bfloat16",
+    **llm: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """An engine that is killed and started again, from a checkpoint whose weights are gone, has its version at once, as an engine has that loaded
+    this version's checkpoint. It takes the next version, and restarts with that. Returns its first rank's delivery."""
+    ranks = llm.get("tp", 1)
+    need_gpus(ranks)
+    checkpoints = [models.make(name, folder, seed, dtype) for seed in (1, 2)]
+    expected = [fresh(kind, checkpoint, tmp_path, dtype=dtype, **llm) for checkpoint in checkpoints]
+    assert expected[0][0].differ_from(expected[1][0]), "the two checkpoints give the same tokens: the test could not fail"
+    restoring(daemon, monkeypatch)
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    start = partial(kind, follow=following(daemon), dtype=dtype, **llm)
+    lost = without_weights(checkpoints[0], tmp_path / "lost")
+    try:
+        with start(checkpoints[0], tmp_path / "live-0.log") as engine:
+            engine.started()
+            for version in (1, 2):
+                update(engine, trainer, version, checkpoints[version - 1])
+            kill(engine, daemon, 2, ranks)
+        for version in (2, 3):
+            with start(lost, tmp_path / f"live-{version}.log") as engine:
+                engine.started()
+                assert engine.call("wait", version, 0.0) == version, daemon.read_log()[-3000:]
+                check_holds(engine, expected[(version + 1) % 2], version)
+                update(engine, trainer, version + 1, checkpoints[version % 2])
+                check_holds(engine, expected[version % 2], version + 1)
+                statuses: list[dict[str, Any]] = engine.call("status")
+                assert all(status["staged"] for status in statuses)
+                kill(engine, daemon, version + 1, ranks)
+    finally:
+        trainer.close()
+    delivery: dict[str, Any] = statuses[0]["delivery"]
+    assert delivery["proof"] is not None and not delivery["proof"]["failed"], delivery["proof"]
+    return delivery
+
+
+def check_starts_without(engine: EngineProcess, why: str, daemon: Any) -> None:
+    """The engine does not take up what was kept, for the reason that the daemon logs, and generates nothing before the next version."""
+    engine.started()
+    status = engine.call("poll", 0.0)
+    assert (status["state"], status["ready"], status["version"]) == ("dirty", False, None), status
+    assert why in daemon.read_log(), daemon.read_log()[-3000:]
+    with pytest.raises(EngineFailed, match="not one whole version"):
+        engine.call("generate")
 
 
 def check_refused(

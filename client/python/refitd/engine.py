@@ -406,8 +406,8 @@ class Engine(Member):
             buffers: Whether persistent buffers are placed and registered as well.
 
         Returns:
-            Whether the memory holds `version`. If not, load the weights and register the module, so that both sides have what no version brings.
-            The module is registered already only where kept memory was found to be something else.
+            Whether the memory holds `version`, whose Committed is then the next event. If not, load the weights and register the module, so that
+            both sides have what no version brings. The module is registered already only where kept memory was found to be something else.
 
         Raises:
             ResourceExhausted: There is too little memory.
@@ -415,7 +415,7 @@ class Engine(Member):
         """
         from .layout.placement import place_in_arenas
 
-        kept = interruptible(self._take_kept, cancel=ends_soon)
+        kept = self.take_kept()
         place_in_arenas(module, kept, self.device, buffers)
         if not kept:
             return False
@@ -426,8 +426,12 @@ class Engine(Member):
             raise
         return self.version is not None
 
+    def take_kept(self) -> list[Arena]:
+        """The arenas that the daemon keeps for this rank, in the order in which its last process made them; for adapters of engines that place
+        tensors themselves, as restore() does."""
+        return interruptible(self._take_kept, cancel=ends_soon)
+
     def _take_kept(self) -> list[Arena]:
-        """The arenas that the daemon keeps for this rank."""
         from .layout.placement import arena_of
 
         arenas: list[Arena] = []

@@ -1,15 +1,18 @@
 """The calls to vLLM around an update, in their order, on an engine that notes them."""
 
 import asyncio
+import logging
+import os
 import sys
 import unittest
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-from refitd.errors import FailedPrecondition
+from refitd.errors import FailedPrecondition, InvalidArgument
 from refitd.integrations.vllm import versions
 from refitd.integrations.vllm.versions import check_backend
 from refitd.integrations.vllm import ServerControls, check_api_servers
+from refitd.serving import Settings
 
 
 class Engine:
@@ -147,6 +150,23 @@ class Calls(unittest.TestCase):
             with self.assertRaisesRegex(FailedPrecondition, name) as caught:
                 check_backend(SimpleNamespace(parallel_config=parallel, weight_transfer_config=transfer))
             self.assertEqual(caught.exception.culprit, name)
+
+
+class ServerSettings(unittest.TestCase):
+    """Settings that contradict each other."""
+
+    def test_a_restart_needs_an_arena_and_no_proof_with_random_weights(self):
+        self.assertTrue(Settings.of({"restore": "on", "arena": "device"}, {}).restores)
+        for other in ({}, {"arena": "device", "proof": "require"}):
+            with self.assertRaisesRegex(InvalidArgument, "restore") as caught:
+                Settings.of({"restore": "on", **other}, {})
+            self.assertEqual(caught.exception.culprit, "restore")
+
+    def test_a_server_without_a_name_leaves_nothing_that_no_other_could_take(self):
+        environment = {"REFITD_GROUP": "g", "REFITD_ARENA": "device", "REFITD_RESTORE": "on"}
+        for instance, restores in (("", False), ("a", True)):
+            with mock.patch.dict(os.environ, {**environment, "REFITD_INSTANCE": instance}):
+                self.assertEqual(Settings.of_server(logging.getLogger()).restores, restores)
 
 
 if __name__ == "__main__":

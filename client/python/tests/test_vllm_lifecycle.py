@@ -28,8 +28,9 @@ class World:
         self.daemon = True
         self.boot()
 
-    def boot(self):
-        """A new process: random weights, no lease."""
+    def boot(self, kept=None):
+        """A new process: random weights, no lease. `kept`: the version in the memory that it takes up when it attaches."""
+        self.kept = kept
         self.machine = self.make()
         self.words = [GARBAGE] * WORDS
         self.generates, self.asleep, self.lease, self.update = True, 0, False, None
@@ -93,6 +94,10 @@ class World:
             return
         self.lease = True
         self.tell(self.machine.registered())
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            self.words = [kept] * WORDS
+            self.tell(self.machine.found(kept))
 
     def act_Unregister(self, _):
         self.lease, self.update = False, None
@@ -169,7 +174,8 @@ class World:
         self.tell(self.machine.wake())
 
     def kill(self):
-        self.boot()
+        whole = self.machine.clean and self.machine.version is not None
+        self.boot(self.machine.version if whole and self.choose.random() < 0.5 else None)
 
     def request(self):
         """One token."""
@@ -288,6 +294,12 @@ class UpdatesWhileAsleep(Lifecycle):
         return [action for action in super().wake() if not isinstance(action, lifecycle.Register)]
 
 
+class StaysPausedWithWhatWasKept(Lifecycle):
+    def found(self, version):
+        super().found(version)
+        return []
+
+
 class ReadyWhenDirty(Lifecycle):
     def ready(self, max_behind=None):
         return self.attached and self.version is not None
@@ -305,7 +317,7 @@ class IgnoresFailedProcessing(Lifecycle):
 
 PLANTED = (
     ResumesWhenDirty, ForgetsDirty, KeepsStaleCaches, StaysPausedAfterAbort, WritesBeforePaused, ForgetsDiscardedWeights,
-    IgnoresWeightsThatWentDuringSleep, UpdatesWhileAsleep, ReadyWhenDirty, ServesRandomWeights, IgnoresFailedProcessing,
+    IgnoresWeightsThatWentDuringSleep, UpdatesWhileAsleep, StaysPausedWithWhatWasKept, ReadyWhenDirty, ServesRandomWeights, IgnoresFailedProcessing,
 )  # fmt: skip
 
 
@@ -341,6 +353,14 @@ class Steps(unittest.TestCase):
         self.assertFalse(machine.ready())
         machine.resumed()
         self.assertTrue(machine.ready(0))
+
+    def test_a_version_that_was_kept_is_served_before_the_next(self):
+        machine = Lifecycle()
+        machine.start(), machine.paused(), machine.registered()
+        self.assertEqual(machine.found(5), [lifecycle.Resume()])
+        machine.resumed()
+        self.assertEqual((machine.version, machine.ready(0)), (5, True))
+        self.assertEqual(machine.found(6), [])  # it serves
 
     def test_a_failed_update_is_not_served(self):
         machine = self.serving()

@@ -26,10 +26,13 @@ from typing import Any
 from .. import errors
 from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from ..serving.delivery import ATTRIBUTE, Delivery, Snapshot, Steps, keep_memory, note_changes, proved, synchronise, tensors_of
+from ..layout import TensorSpec
+from ..serving.delivery import (
+    ATTRIBUTE, KEPT, Delivery, Snapshot, Steps, decided, keep_memory, note_changes, prove_kept, proved, synchronise, tensors_of,
+)  # fmt: skip
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
 from ..serving.proof import Probe, digest, token_ids, tokens_for, union_over
-from ..serving.rank import EngineLoop, Rank
+from ..serving.rank import EngineLoop, Kept, Rank, TakeUp, find_kept
 from ..serving import Settings, read_manifest
 
 
@@ -138,6 +141,12 @@ class Controls:
     def register(self, init_info: dict[str, Any]) -> None:
         self.ask({"do": "attach", "weights_discarded": self._weights_discarded, **init_info})
         self._weights_discarded = False
+
+    def held(self) -> list[dict[str, Any] | None]:
+        return [answered["held"] for answered in self.ask({"do": "status"})]
+
+    def label(self, version: int) -> None:
+        self.ask({"do": "status"}, version)
 
     def unregister(self) -> None:
         self.ask({"do": "detach"})
@@ -479,10 +488,19 @@ def _load_model(original: Any, loader: Any, **options: Any) -> Any:
     model = original(loader, **options)
     if _loading:
         snapshots, formats = _loading
-        note_changes(model, snapshots, Settings.of().in_arenas, sys.modules[__name__])
+        device = next(model.parameters()).device
+        note_changes(model, snapshots, partial(_find_kept, device) if Settings.of().in_arenas else None, sys.modules[__name__])
         object.__setattr__(model, _FORMATS, formats)
         _loading.clear()
     return model
+
+
+def _find_kept(device: Any) -> Kept:
+    """What the daemon keeps of this scheduler's rank. The server's driver is the last rank of the instance."""
+    from sglang.srt.runtime_context import get_parallel
+
+    settings, parallel = Settings.of(), get_parallel()
+    return find_kept(settings, settings.instance, parallel.tp_rank, parallel.tp_size + 1, device, "sglang")
 
 
 def _loaded(result: None, model: Any) -> None:
@@ -724,6 +742,17 @@ def _kept(value: Any) -> Any:
     return made
 
 
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks; each must call this alike."""
+    import torch.distributed
+    from sglang.srt.runtime_context import get_parallel
+
+    group = get_parallel().tp_group
+    values: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
 # The attribute of a model that has its Backend.
 _BACKEND = "_refitd_backend"
 
@@ -754,14 +783,12 @@ def _carry_out(runner: Any, request: dict[str, Any]) -> Any:
     """Carries out a request on this rank; returns its answer."""
     do = request.pop("do")
     backend = getattr(runner.model, _BACKEND, None)
-    if do == "detach":
-        if backend is not None:
-            backend.rank.detach()
-        return None
     if backend is None:
         backend = Backend(runner)
         object.__setattr__(runner.model, _BACKEND, backend)
-    if do == "attach":
+    if do == "detach":
+        backend.rank.detach()
+    elif do == "attach":
         backend.attach(request)
     elif do == "take":
         backend.rank.take(request["version"], request["wait_seconds"])
@@ -783,7 +810,10 @@ class Backend:
         clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
         device = torch.device(next(self.model.parameters()).device)
         self._device = device
-        self.rank = Rank(device, client="sglang", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
+        self._before: dict[str, int] = {}  # processed parameters before what was kept was processed
+        kept = getattr(self.model, KEPT, None)
+        take_up = None if kept is None else TakeUp(kept, self._decide_kept, self._prove_kept, gather)
+        self.rank = Rank(device, client="sglang", clean=clean, decide=self._decide, process=self._process, logits=self._logits, take_up=take_up)
 
     def attach(self, request: dict[str, Any]) -> None:
         from sglang.srt.runtime_context import get_parallel
@@ -791,9 +821,9 @@ class Backend:
         parallel = get_parallel()
         if request.pop("weights_discarded"):
             self.rank.clean = False
-        dirty, drivers = request.pop("dirty"), request.pop("drivers")
+        dirty, drivers, restores = request.pop("dirty"), request.pop("drivers"), request.pop("restores")
         settings = Settings.of(request).checked()
-        self.rank.attach(settings, settings.instance, parallel.tp_rank, parallel.tp_size + drivers, dirty=dirty)
+        self.rank.attach(settings, settings.instance, parallel.tp_rank, parallel.tp_size + drivers, dirty=dirty, restores=restores)
 
     def digests(self) -> dict[str, Any]:
         """By name, dtype, shape and digest of each parameter and buffer."""
@@ -801,12 +831,35 @@ class Backend:
         return {"digests": {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held}}
 
     def _decide(self, settings: Settings) -> Delivery:
-        manifest = read_manifest(settings.manifest or self._runner.model_config.model_path)
+        manifest = self._manifest(settings)
         synchronise(self._device)  # batches that the scheduler has launched read the weights
         with ExitStack() as rooms:
-            steps = Steps(sys.modules[__name__], self._try_out, self._process, self._load, lambda: self._probe(rooms))
-            made = proved(self.model, settings, manifest, self._device, self.rank.clean, steps)
+            made = proved(self.model, settings, manifest, self._device, self.rank.clean, self._steps(rooms))
         return made
+
+    def _manifest(self, settings: Settings) -> list[TensorSpec]:
+        return read_manifest(settings.manifest or self._runner.model_config.model_path)
+
+    def _decide_kept(self, settings: Settings) -> Delivery:
+        made = decided(self.model, settings, self._manifest(settings), self._device, sys.modules[__name__])
+        self._before = self._processed(made)
+        return made
+
+    def _prove_kept(self, settings: Settings, delivery: Delivery) -> bool:
+        after = self._processed(delivery)
+        if any(after[name] == found for name, found in self._before.items()):
+            return False  # loading again does not reach it, as _try_out finds
+        with ExitStack() as rooms:
+            holds = prove_kept(self.model, settings, delivery, self._device, self._steps(rooms))
+        return holds
+
+    def _processed(self, delivery: Delivery) -> dict[str, int]:
+        """By name, the digest of each processed parameter and buffer that has elements."""
+        named = dict((*self.model.named_parameters(), *self.model.named_buffers()))
+        return {name: digest(named[name]) for name in delivery.processed if named[name].numel()}
+
+    def _steps(self, rooms: ExitStack) -> Steps:
+        return Steps(sys.modules[__name__], self._try_out, self._process, self._load, lambda: self._probe(rooms))
 
     def _probe(self, rooms: ExitStack) -> Probe:
         """How the model is run alone, until `rooms` closes."""
@@ -835,8 +888,7 @@ class Backend:
             for tensor in made.loader_tensors.values():
                 tensor.copy_(torch.rand(tensor.shape, generator=generator, device=self._device).to(tensor.dtype))
             reload(self.model, made.loader_tensors.items(), made.modules)
-            named = dict((*self.model.named_parameters(), *self.model.named_buffers()))
-            seen.append({name: digest(named[name]) for name in made.processed if named[name].numel()})
+            seen.append(self._processed(made))
         for name, first in seen[0].items():
             if seen[1].get(name) == first:
                 raise errors.FailedPrecondition(

@@ -76,20 +76,60 @@ def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Regi
     return region
 
 
-def adopt_in_arenas(tensors: Iterable[torch.Tensor]) -> None:
-    """Moves the storages of the tensors on the first one's device into new arenas, as `adopt` does; the tensor objects stay the same.
+class KeptArenas:
+    """Arenas of this rank's last process, which another process gives out again as that one made them: tensors that are placed there have the
+    values that lie there. The memory is read-only until it is registered. Not thread-safe."""
+
+    def __init__(self, arenas: Sequence[Arena] = ()) -> None:
+        """`arenas`: in the order in which they were made."""
+        self._all = list(arenas)
+        self.taken = 0  # how many were taken; may be set back where the tensors that were placed there are not used
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @property
+    def next_bytes(self) -> int | None:
+        """The size of the next arena; None: there is none."""
+        return self._all[self.taken].nbytes if self.taken < len(self._all) else None
+
+    def drop(self) -> None:
+        """Gives none out from now on. Those that tensors lie in stay."""
+        self._all = []
+
+    def take(self, nbytes: int, device: str | None) -> Arena | None:
+        """The next arena, if it is as large as one for `nbytes` on the device; else None, as from then on."""
+        if self.next_bytes != _arena_bytes(nbytes, device):
+            self.taken = len(self._all)
+            return None
+        self.taken += 1
+        return self._all[self.taken - 1]
+
+
+def adopt_in_arenas(tensors: Iterable[torch.Tensor], kept: KeptArenas | None = None) -> list[torch.Tensor]:
+    """Moves the storages of the tensors on the first one's device into arenas, as `adopt` does; the tensor objects stay the same. Arenas are
+    those of `kept`, or else new.
 
     The arenas are made one after the other, each as large as the memory allows that is free then (`_capacities`).
+
+    Returns:
+        The tensors that lie in arenas of `kept`, and have other values now.
     """
-    listed = list(tensors)
+    listed, placed = list(tensors), []
     device = devices.device_of(listed[:1])
     kind = devices.kind_of(device)
     found = _storages(listed, "cpu" if kind is None else kind.torch_type)
-    for batch in _batches(found, device, _capacities(device, _room_for(found))):
+    for batch in _batches(found, device, _capacities(device, _room_for(found), kept)):
+        arena = kept.take(_room_for(batch), device) if kept is not None else None
+        if arena is not None:
+            placed += [tensor for tensors in batch for tensor in tensors]
+            _move(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena), copy=False)
+            continue
         arena = _new_arena(_room_for(batch), device)
         _move(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena))
     if kind is not None:
         kind.synchronize_all(device)
+    return placed
 
 
 DEVICE_UNIT = 2 << 20  # bytes; a device gives memory that can be shared in multiples of it
@@ -98,8 +138,9 @@ HOST_BYTES = 1 << 30  # of an arena on the host at least, if the model has as mu
 MOST_BYTES: int | None = None  # of an arena, for measurements: on an H200 each arena makes the pause 0.09 ms longer
 
 
-def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.device) -> list[torch.Tensor]:
-    """Tensors of these shapes and dtypes in one new arena on the device; their values are not set. Raises ResourceExhausted."""
+def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.device, kept: KeptArenas | None = None) -> list[torch.Tensor]:
+    """Tensors of these shapes and dtypes in one arena on the device: the next of `kept`, or a new one; their values are not set. Raises
+    ResourceExhausted."""
     sizes = [math.prod(shape) * resolve(dtype).itemsize for shape, dtype in shapes]
     if not any(sizes):
         import torch
@@ -107,13 +148,20 @@ def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.de
         return [torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device) for shape, dtype in shapes]
     kind = devices.kind_of_type(device.type)
     name = None if kind is None else kind.name_of(device)
-    arena = _new_arena(sum(aligned(nbytes) for nbytes in sizes), name)
+    total = sum(aligned(nbytes) for nbytes in sizes)
+    arena = (kept.take(total, name) if kept is not None else None) or _new_arena(total, name)
     room = devices.bytes_at(name, arena.pointer, arena.nbytes, arena)
     made, at = [], 0
     for (shape, dtype), nbytes in zip(shapes, sizes):
         made.append(room.part(at, nbytes).torch(shape, dtype))
         at += aligned(nbytes)
     return made
+
+
+def _arena_bytes(nbytes: int, device: str | None) -> int:
+    """The size of an arena for so many bytes: a device gives memory in larger units than the host."""
+    unit = DEVICE_UNIT if devices.kind_of(device) else 1
+    return -(-nbytes // unit) * unit
 
 
 def _new_arena(nbytes: int, device: str | None) -> Arena:
@@ -147,27 +195,24 @@ def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> list[list[to
     return list(found.values())
 
 
-def _capacities(device: str | None, whole: int) -> Iterator[int]:
-    """Yields how many bytes the next arena may have, of `whole` that a model takes. An arena needs twice its bytes beside the tensors that move into
-    it. So the two sides take three quarters of what is free on a device; on the host, where more arenas cost nothing, an eighth of the model."""
+def _capacities(device: str | None, whole: int, kept: KeptArenas | None = None) -> Iterator[int]:
+    """Yields how many bytes the next arena may have, of `whole` that a model takes: those of the next kept one, if there is one. A new arena needs
+    twice its bytes beside the tensors that move into it. So its two sides take three quarters of what is free on a device; on the host, where more
+    arenas cost nothing, an eighth of the model."""
     kind = devices.kind_of(device)
     while True:
         nbytes = whole // MOST_ARENAS
-        if MOST_BYTES is not None:
+        if kept is not None and kept.next_bytes is not None:
+            nbytes = kept.next_bytes
+        elif MOST_BYTES is not None:
             nbytes = MOST_BYTES
-        elif kind is None:
+        elif kind is None or device is None:
             nbytes = max(nbytes, HOST_BYTES)
         else:
             kind.synchronize_all(device)
             kind.release_unused()
             nbytes = max(nbytes, kind.free_bytes(device) * 3 // 8)
         yield nbytes
-
-
-def _arena_bytes(nbytes: int, device: str | None) -> int:
-    """The size of an arena for so many bytes."""
-    unit = DEVICE_UNIT if devices.kind_of(device) else 1
-    return -(-nbytes // unit) * unit
 
 
 def _batches(found: list[list[torch.Tensor]], device: str | None, capacities: Iterator[int]) -> Iterator[list[list[torch.Tensor]]]:
@@ -189,13 +234,15 @@ def _room_for(found: list[list[torch.Tensor]]) -> int:
     return sum(aligned(tensors[0].untyped_storage().nbytes()) for tensors in found)
 
 
-def _move(found: list[list[torch.Tensor]], room: HostBytes | DeviceBytes) -> None:
-    """Moves the storages into the room. The tensor objects stay the same, and tensors that share memory go on sharing it."""
+def _move(found: list[list[torch.Tensor]], room: HostBytes | DeviceBytes, copy: bool = True) -> None:
+    """Moves the storages into the room, with their values unless `copy` is False. The tensor objects stay the same, and tensors that share
+    memory go on sharing it."""
     import torch
 
     with torch.no_grad():
         for tensors, whole in _places(found, room):
-            whole.copy_(torch.empty(0, dtype=torch.uint8, device=whole.device).set_(tensors[0].untyped_storage()))
+            if copy:
+                whole.copy_(torch.empty(0, dtype=torch.uint8, device=whole.device).set_(tensors[0].untyped_storage()))
             for tensor in tensors:
                 tensor.data = _in(whole, tensor)
 

@@ -22,6 +22,7 @@ PAUSES = ("keep", "wait", "abort")
 CACHES = ("reset", "keep")
 PROOFS = ("report", "require", "off")  # what is unproved is reported or refused; or the proof does not run
 ARENAS = ("off", "device")
+RESTORES = ("off", "on")
 # The default of Settings.loader_bytes.
 LOADER_BYTES = 8 << 30
 
@@ -41,6 +42,9 @@ class Settings:
     refused by name.
     `arena`: "device" keeps the weights in memory with two sides (refitd.adopt), so that a version arrives while the engine serves, and only the
     exchange of the sides pauses it; "off" does not. Workers read it from the environment, when they load the model.
+    `restore`: "on" lets the daemon keep the arenas of an engine that ends, and an engine that starts in its place takes them up with their version
+    (Engine.restore); "off" does not. Needs `arena`, and not `proof` "require", which needs random weights. Workers read it, and `group`,
+    `instance` and `socket`, as they do `arena`.
     `proof`: whether the forward is proved to read what is written (refitd.serving.proof) when a rank first attaches: "report" refuses or processes what
     fails, and reports what is unproved; "require" refuses what is unproved too; "off" runs nothing.
     `logits`: a folder, the same for all engines of the group: after each commit, before the engine goes on, the logits of fixed tokens are
@@ -59,6 +63,7 @@ class Settings:
     cache: str = "reset"
     loader_bytes: int = LOADER_BYTES
     arena: str = "off"
+    restore: str = "off"
     proof: str = "report"
     logits: str | None = None
     wait_seconds: float = 600.0
@@ -67,6 +72,10 @@ class Settings:
     @property
     def in_arenas(self) -> bool:
         return self.arena != "off"
+
+    @property
+    def restores(self) -> bool:
+        return self.restore != "off"
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -87,19 +96,22 @@ class Settings:
                     raise InvalidArgument(f"{field.name}: {value!r} is negative", culprit=field.name)
             values[field.name] = value
         made = cls(**values)
-        for name, allowed in (("pause", PAUSES), ("cache", CACHES), ("arena", ARENAS), ("proof", PROOFS)):
+        for name, allowed in (("pause", PAUSES), ("cache", CACHES), ("arena", ARENAS), ("restore", RESTORES), ("proof", PROOFS)):
             if getattr(made, name) not in allowed:
                 raise InvalidArgument(f"{name}: {getattr(made, name)!r} is none of {', '.join(allowed)}", culprit=name)
+        if made.restores and (not made.in_arenas or made.proof == "require"):
+            raise InvalidArgument(f"restore: 'on' with arena {made.arena!r} and proof {made.proof!r}: it needs an arena, and not all of the proof", culprit="restore")
         return made
 
     @classmethod
     def of_server(cls, logger: logging.Logger) -> Settings | None:
-        """Settings of a server's environment; without an instance there, host and process name it. None, and a warning, without a group."""
+        """Settings of a server's environment; without an instance there, host and process name it, whose place no other takes. None, and a
+        warning, without a group."""
         made = cls.of()
         if not made.group:
             logger.warning("refitd: REFITD_GROUP is not set, so that nothing drives updates here")
             return None
-        return made if made.instance else replace(made, instance=f"{socket.gethostname()}-{os.getpid()}")
+        return made if made.instance else replace(made, instance=f"{socket.gethostname()}-{os.getpid()}", restore="off")
 
     def connect(self, client: str) -> Connect:
         """How a member of the engine attaches. `client`: the engine's kind, for status pages."""

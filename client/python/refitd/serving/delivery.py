@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -36,7 +36,7 @@ from .._core.tensors import Places
 from ..errors import Error, FailedPrecondition
 from ..layout import Box, TensorSpec
 from ..layout.memory import DTYPES, Arena, empty, locate, resolve, torch_dtype
-from ..layout.placement import adopt_in_arenas, adopt_tensors, empty_in_arena
+from ..layout.placement import KeptArenas, adopt_in_arenas, adopt_tensors, empty_in_arena
 from . import proof
 from .proof import Probe, Proof, Prover, digest
 
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 # The attribute of a model that has its evidence: {module: reasons}.
 ATTRIBUTE = "_refitd_evidence"
+# The attribute of a model whose weights lie in arenas: refitd.serving.rank.Kept, what was kept of this rank's last process.
+KEPT = "_refitd_kept"
 # The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
 CONFIGURATION = "_refitd_vllm_config"
 # Objects that a search for copies of weights looks at; a value that reaches more counts as a copy.
@@ -68,8 +70,9 @@ class Snapshot:
         return cls(tensors, _attributes(module), _attributes(getattr(module, "quant_method", None)))
 
 
-def changes(module: Any, before: Snapshot) -> list[str]:
-    """The changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later."""
+def changes(module: Any, before: Snapshot, placed: Set[int] = frozenset()) -> list[str]:
+    """The changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later. `placed`: ids of
+    tensors whose bytes are others since."""
     after = Snapshot.of(module)
     found = []
     for name in sorted(before.tensors.keys() | after.tensors.keys()):
@@ -78,7 +81,7 @@ def changes(module: Any, before: Snapshot) -> list[str]:
             found.append(f"'{name}' was {'added' if was is None else 'removed'}")
         elif was[:3] != now[:3]:
             found.append(f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}")
-        elif was[4] != now[4]:
+        elif was[4] != now[4] and id(_tensor_of(module, name)) not in placed:
             found.append(f"the bytes of '{name}' were changed")
     # On a CPU a view may hold a copy: delivery in place moves the parameter into a region, and the view keeps the old memory.
     held = [t for t in (*module.parameters(), *module.buffers()) if t is not None]
@@ -94,29 +97,39 @@ def changes(module: Any, before: Snapshot) -> list[str]:
     return found
 
 
+def _tensor_of(module: Any, name: str) -> Any:
+    found = module._parameters.get(name)
+    return module._buffers.get(name) if found is None else found
+
+
 def _attributes(owner: Any) -> dict[str, Any]:
     """The attributes that are no parameters, buffers or submodules: the objects, so that no later object gets the id of one."""
     return {name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
 
 
-def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], arena: bool, inside: Any) -> None:
-    """Leaves the evidence in a model that was loaded and post-processed. `before`: its modules' snapshots between the two. `arena`: moves the
-    parameters that may be written in place into arenas (refitd.adopt), before the engine measures its memory and captures graphs.
-    `inside`: as in decide()."""
+def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: Callable[[], Any] | None, inside: Any) -> None:
+    """Leaves the evidence in a model that was loaded and post-processed. `before`: its modules' snapshots between the two. `find_kept`: not
+    None: moves the parameters that may be written in place into arenas (refitd.adopt), before the engine measures its memory and captures
+    graphs; those of this rank's last process, if it finds them (refitd.serving.rank.Kept). `inside`: as in decide()."""
 
-    def note() -> None:
-        object.__setattr__(model, ATTRIBUTE, {id(layer): changes(layer, snapshot) for layer, snapshot in before})
+    def note(placed: Set[int] = frozenset()) -> None:
+        object.__setattr__(model, ATTRIBUTE, {id(layer): changes(layer, snapshot, placed) for layer, snapshot in before})
 
     note()
-    if not arena:
+    if find_kept is None:
         return
     held = _held(model)
     try:
         why = _reasons(model, held, inside)
     except FailedPrecondition:
         return  # decide() refuses the model for the same reason
-    adopt_in_arenas(entry.tensor for entry in held if entry.is_parameter and entry.name not in why)
-    note()  # views of the memory that the parameters had are copies now
+    kept = find_kept()
+    arenas = None if kept is None else kept.arenas
+    placed = adopt_in_arenas((entry.tensor for entry in held if entry.is_parameter and entry.name not in why), arenas)
+    if kept is not None and not placed and kept.arenas.taken:
+        kept.release()  # it is of another model
+    note({id(tensor) for tensor in placed})  # views of the memory that the parameters had are copies now
+    object.__setattr__(model, KEPT, kept)
 
 
 def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
@@ -493,7 +506,9 @@ def _delivery_of(
     total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
     _check_room(total, settings.loader_bytes, processed)
-    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], device, settings.in_arenas)
+    kept = getattr(model, KEPT, None)
+    in_arenas = (kept.arenas if kept is not None else KeptArenas()) if settings.in_arenas else None
+    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], device, in_arenas)
     attention = [module for module in model.modules() if inside.is_attention(module)]
     made = Delivery(
         direct=[entry.name for entry in direct],
@@ -511,7 +526,7 @@ def _delivery_of(
         derived=sorted(made_later),
         tied_names=_tied_names(model, captured.ignored, specs),
     )
-    made.boxes = _boxes(made, captured, direct, held, device, settings.in_arenas)
+    made.boxes = _boxes(made, captured, direct, held, device, in_arenas)
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
@@ -582,26 +597,30 @@ def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set
     return list(made.values())
 
 
-def _make_loader_tensors(specs: Sequence[TensorSpec], device: Any, arena: bool) -> dict[str, Any]:
+def _make_loader_tensors(specs: Sequence[TensorSpec], device: Any, in_arenas: KeptArenas | None) -> dict[str, Any]:
+    """`in_arenas`: not None: the memory is an arena, the next of these or a new one."""
     import torch
 
-    if arena:
-        return dict(zip((spec.name for spec in specs), empty_in_arena([(spec.shape, spec.dtype) for spec in specs], device)))
+    if in_arenas is not None:
+        return dict(zip((spec.name for spec in specs), empty_in_arena([(spec.shape, spec.dtype) for spec in specs], device, in_arenas)))
     if device.type == "cpu":
         return {spec.name: empty(spec.shape, spec.dtype, like="torch") for spec in specs}
     return {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for spec in specs}
 
 
-def _boxes(made: Delivery, captured: Any, direct: Sequence[_Entry], held: Sequence[_Entry], device: Any, arena: bool) -> list[Box]:
-    """The boxes to register: of parameters that are written in place, of prepacked modules, and of the loader tensors."""
+def _boxes(
+    made: Delivery, captured: Any, direct: Sequence[_Entry], held: Sequence[_Entry], device: Any, in_arenas: KeptArenas | None
+) -> list[Box]:
+    """The boxes to register: of parameters that are written in place, of prepacked modules, and of the loader tensors. `in_arenas`: as in
+    _make_loader_tensors()."""
     from ..layout.capture import _boxes_in
     from ..layout.shards import collect
 
     filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
     if device.type == "cpu":
         tensors = [*(entry.tensor for entry in direct), *filled.values()]
-        if arena:
-            adopt_in_arenas(tensors)
+        if in_arenas is not None:
+            adopt_in_arenas(tensors, in_arenas)
         else:
             adopt_tensors(tensors)
     boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
@@ -638,11 +657,7 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     names what can't be delivered, fails or, where that is asked for, is unproved."""
     failed: dict[str, str] = {}
     while True:
-        made = decide(model, manifest, settings, device, steps.inside, failed)
-        outside = _outside_arenas(model, made, device) if settings.in_arenas else {}
-        if outside.keys() - failed.keys():
-            failed.update(outside)
-            continue
+        made = decided(model, settings, manifest, device, steps.inside, failed)
         if not clean:
             zero_padding(model, made)
             if made.loader_tensors:
@@ -663,6 +678,32 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     if not clean:
         zero_padding(model, made)
     return made
+
+
+def decided(
+    model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, inside: Any, failed: dict[str, str] | None = None
+) -> Delivery:
+    """The delivery without its proof; nothing is written to the weights. `failed`: as in decide(); gets what must lie in an arena and does not."""
+    failed = {} if failed is None else failed
+    kept = getattr(model, KEPT, None)
+    taken = kept.arenas.taken if kept is not None else 0
+    while True:
+        made = decide(model, manifest, settings, device, inside, failed)
+        outside = _outside_arenas(model, made, device) if settings.in_arenas else {}
+        if not outside.keys() - failed.keys():
+            return made
+        failed.update(outside)
+        if kept is not None:
+            kept.arenas.taken = taken
+
+
+def prove_kept(model: Any, settings: Settings, made: Delivery, device: Any, steps: Steps) -> bool:
+    """Makes the proof of a delivery as for an engine that serves its checkpoint: the weights stay. Returns False where something failed."""
+    if settings.proof == "off":
+        return True
+    found = made.proof = _prove(model, made, made.tensors, device, True, steps)
+    logger.info("refitd: forward proof in %.1f s: %d proved, unproved: %s, failed: %s", found.seconds, len(found.proved), found.unproved, found.failed)
+    return not found.failed
 
 
 def _outside_arenas(model: Any, made: Delivery, device: Any) -> dict[str, str]:
@@ -707,7 +748,7 @@ def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: A
     except Exception as error:  # the inside of another version of the engine may differ
         return Proof(unproved=dict.fromkeys((*names, *made.processed), f"can't be told: {type(error).__name__}: {error}"))
     deliver = partial(_deliver, made, device, steps)
-    why = "the engine serves its checkpoint, which would be lost" if clean else ""
+    why = "the engine's weights must be kept" if clean else ""
     if not why:
         try:
             deliver(1)

@@ -18,7 +18,7 @@ by itself, and reads no clock: the driver calls a method for what happened, and 
     pausing     no      no      paused -> writing;    pause_failed -> refused
     writing     no      no      written -> serving;   aborted -> serving or dirty;   lost, write_failed -> dirty
     refused     no      no      aborted, lost -> serving or dirty
-    dirty       no      no      prepare -> writing;   sleep -> asleep
+    dirty       no      no      prepare -> writing;   sleep -> asleep;   found -> serving
     asleep      no      no      wake -> serving or dirty
 
 Invariants, which the tests check after every step of random orders:
@@ -61,6 +61,12 @@ class Controls(Protocol):
     def resume(self) -> None: ...
 
     def register(self, init_info: dict[str, Any]) -> None: ...
+
+    def held(self) -> list[dict[str, Any] | None]:
+        """What each worker's rank holds since it attached (rank.Rank.held)."""
+
+    def label(self, version: int) -> None:
+        """Lets tokens carry the version, which the ranks hold without an update."""
 
     def unregister(self) -> None: ...
 
@@ -106,6 +112,7 @@ class Driver:
         self._lock = threading.RLock()  # guards the machine, and is held while its actions are carried out
         self._closed = threading.Event()
         self._member: Engine | None = None
+        self._is_new = True  # until all ranks were attached once
         self._prepare: Prepare | None = None
         self._staged = False  # whether the last version arrived while the engine served
         self._paused_at = 0.0
@@ -295,8 +302,8 @@ class Driver:
         deadline = time.monotonic() + self.settings.wait_seconds
         while not self._closed.is_set():
             try:
-                self._attach(dirty)
-                return self.machine.registered()
+                found = self._attach(dirty)
+                return [*self.machine.registered(), *([] if found is None else self.machine.found(found))]
             except Exception as error:
                 self._detach()
                 self.machine.reason = f"not attached: {error}"
@@ -305,18 +312,56 @@ class Driver:
                     raise
                 if not isinstance(error, TimeoutError):
                     logger.warning("refitd: %s", self.machine.reason)
+                if not absent:
+                    self._let_go()
                 self._closed.wait(pause)
                 pause = min(2 * pause, RETRY_SECONDS[1])
         return []
 
-    def _attach(self, dirty: bool) -> None:
-        """Attaches the driver's rank, then has the workers attach theirs. The driver's rank comes first: its Attach waits until the group
-        exists, and that wait blocks no worker."""
+    def _attach(self, dirty: bool) -> int | None:
+        """Attaches the driver's rank, and has the workers attach theirs. The driver's rank comes first: its Attach waits until the group
+        exists, and that wait blocks no worker. Returns the version that a new engine has taken up; None: none."""
         settings, machine = self.settings, self.machine
-        held: dict[str, Any] = {}
-        if not dirty and machine.version is not None:
-            held = {"held_version": machine.version, "held_incarnation": self._incarnation}
-        member = Engine(
+        restore = settings.restores and (self._is_new or not dirty)
+        found = None
+        # Whether a new engine is dirty is known when its workers have registered. An instance takes no update before its last rank has registered.
+        self._member = self._engine(dirty and not restore, machine.version)
+        self._controls.register(
+            {**settings.of_ranks(), "drivers": self._drivers, "workers": self._world_size, "dirty": dirty, "restores": restore}
+        )
+        if restore and dirty:
+            found = self._version_found()
+            self._detach()
+            self._member = self._engine(found is None, found)
+        self._member.register_layout([], [])
+        self._is_new = False
+        if machine.clean:
+            machine.reason = ""
+        return found
+
+    def _let_go(self) -> None:
+        """Has the workers of a new engine give back what they claimed while they loaded it: another shape of the instance may be what is refused."""
+        try:
+            if self._is_new and self.settings.restores:
+                self._controls.unregister()
+        except Exception as error:
+            logger.warning("refitd: the workers do not detach: %s", error)
+
+    def _version_found(self) -> int | None:
+        """The version that all workers' ranks have taken up."""
+        held = self._controls.held()
+        if held[0] is None or any(other != held[0] for other in held):
+            return None
+        version = int(held[0]["version"])
+        self._incarnation, self._owner = held[0]["incarnation"], held[0]["owner"]
+        self._controls.label(version)
+        return version
+
+    def _engine(self, dirty: bool, version: int | None) -> Engine:
+        """Attaches this driver's rank. `version`: what it holds unless it is dirty."""
+        settings = self.settings
+        held: dict[str, Any] = {} if dirty or version is None else {"held_version": version, "held_incarnation": self._incarnation}
+        return Engine(
             settings.group,
             instance=settings.instance,
             rank=self._world_size + self._index,
@@ -330,11 +375,6 @@ class Driver:
             connect=replace(settings.connect("engine driver"), wait_seconds=ATTACH_SECONDS),
             **held,
         )
-        self._member = member
-        member.register_layout([], [])
-        self._controls.register({**settings.of_ranks(), "drivers": self._drivers, "workers": self._world_size, "dirty": dirty})
-        if machine.clean:
-            machine.reason = ""
 
     def _detach(self) -> None:
         member, self._member = self._member, None
@@ -671,6 +711,14 @@ class Lifecycle:
         self._registers -= 1
         self.attached = self._register_is_last and not self._registers
         return []
+
+    def found(self, version: int) -> list[Action]:
+        """The memory that a new engine has taken up holds the version."""
+        if self.state is not State.DIRTY or self._updating is not None:
+            return []
+        self.clean, self.version, self.reason = True, version, ""
+        self.state = State.SERVING
+        return self._serve()
 
     def prepare(self, version: int) -> list[Action]:
         if not self.attached and self.state is not State.ASLEEP:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -28,7 +29,7 @@ from .._core.tensors import Places, Views, describe
 from ..engine import Aborted, Committed, Draining, Engine, Lost, Prepare, Reattached, Weights
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
 from ..layout import devices
-from ..layout.placement import adopt
+from ..layout.placement import KeptArenas, adopt
 from . import PROOFS, Settings, proof
 from .delivery import Delivery, synchronise
 from .proof import Probe, Proof, Prover, token_ids, tokens_for
@@ -39,6 +40,81 @@ from .proof import Probe, Proof, Prover, token_ids, tokens_for
 PREPARE_SECONDS = 120.0
 # A rank waits for the outcome this much longer than the time that Prepare gave. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
+
+
+# How long a model that is being loaded waits for daemon and group, to ask for kept arenas.
+KEPT_SECONDS = 10.0
+
+
+@dataclass
+class Kept:
+    """The arenas that the daemon keeps of a rank's last process, which a model has taken up while it was loaded (docs/arena.md). Nothing may write
+    there before a layout over them is registered.
+
+    `lease`: has claimed them, and keeps their memory from other engines of the GPU; None: nothing is kept. `place`: group, instance, rank
+    and number of ranks of the lease.
+    """
+
+    arenas: KeptArenas = field(default_factory=KeptArenas)
+    lease: Engine | None = None
+    place: tuple[str, str, int, int] | None = None
+
+    def release(self) -> None:
+        """Lets the daemon keep what was not registered, and no tensor lies in."""
+        self.arenas.drop()
+        if self.lease is not None:
+            self.lease.close()
+            self.lease = None
+
+    def lease_of(self, place: tuple[str, str, int, int]) -> Engine | None:
+        """The lease, which the caller has from now on, if it is of that place; another one ends."""
+        lease, self.lease = self.lease, None
+        if lease is not None and self.place != place:
+            lease.close()
+            return None
+        return lease
+
+
+@dataclass(frozen=True)
+class TakeUp:
+    """How a rank takes up what was kept. `decide`: makes the delivery, and writes nothing to the weights. `prove`: proves it without losing the
+    weights; returns False where something failed. `gather`: returns the values of all ranks that compute together, which must call it alike."""
+
+    kept: Kept
+    decide: Callable[[Settings], Delivery]
+    prove: Callable[[Settings, Delivery], bool]
+    gather: Callable[[Any], list[Any]]
+
+
+def find_kept(settings: Settings, instance: str, rank: int, world_size: int, device: Any, client: str) -> Kept:
+    """What is kept of the rank. An engine of which nothing is kept, or that can't ask, starts as any other. `device`: of the weights."""
+    if not (settings.group and settings.instance and settings.restores):
+        return Kept()
+    connect = replace(settings.connect(client), wait_seconds=KEPT_SECONDS)
+    try:
+        lease = _engine(settings, instance, rank, world_size, device, connect, restore=True)
+        try:
+            arenas = lease.take_kept()
+        except BaseException:
+            lease.close()
+            raise
+    except Error as error:
+        logging.getLogger(f"{client}.refitd").warning("refitd: nothing that was kept is taken up: %s", error)
+        return Kept()
+    if not arenas:
+        lease.close()
+        return Kept()
+    return Kept(KeptArenas(arenas), lease, (settings.group, instance, rank, world_size))
+
+
+def _engine(settings: Settings, instance: str, rank: int, world_size: int, device: Any, connect: Connect, **options: Any) -> Engine:
+    """Attaches a rank on the device of the weights. It takes part in no catch-up: a source instance's registered memory is read at any time, but
+    loader tensors are not the model's weights, and sleep frees them; a late instance gets Prepare at any time, but this rank takes events
+    only during an update."""
+    return Engine(
+        settings.group, instance=instance, rank=rank, world_size=world_size, trainer_identity=settings.trainer_identity,
+        device="host" if device.type == "cpu" else None, catch_up=False, connect=connect, **options,
+    )  # fmt: skip
 
 
 def _register(member: Engine, delivery: Delivery) -> None:
@@ -63,9 +139,10 @@ class Rank:
         decide: Callable[[Settings], Delivery],
         process: Callable[[Delivery], None],
         logits: Callable[[], Any] | None = None,
+        take_up: TakeUp | None = None,
     ) -> None:
         """`decide`: makes the delivery, once. `process`: brings the loader tensors into the modules, after each version. `logits`: runs the
-        model on fixed tokens, for Settings.logits."""
+        model on fixed tokens, for Settings.logits. `take_up`: None, on all ranks that compute together: nothing that was kept was looked for."""
         self.clean = clean
         self.version: int | None = None
         self.staged = False
@@ -75,6 +152,7 @@ class Rank:
         self._decide = decide
         self._process = process
         self._logits = logits
+        self._take_up = take_up  # until it was done
         self._member: Engine | None = None
         self._incarnation: int | None = None
         self._digest = 0
@@ -82,43 +160,34 @@ class Rank:
         self._owner: str | None = None
         self._logger = logging.getLogger(f"{client}.refitd")
 
-    def attach(self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool) -> None:
-        """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
-        self.detach()
+    def attach(self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool, restores: bool = False) -> None:
+        """Attaches and registers. `restores`: the daemon keeps the rank's arenas for its next process; a rank whose first weights are random then
+        attaches without a version, and not as dirty. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
+        self._leave()
         started = time.perf_counter()
+        self._settings = settings
+        place = settings.group, instance, rank, world_size
+        if self._take_up is not None and self._takes_up(self._take_up, settings, place):
+            self._log_attached(f"takes up version {self.version}", started)
+            return
         if self.delivery is None or self._changed():
             self.delivery = self._decide(settings)
-        self._settings = settings
         dirty = dirty or not self.clean
-        held: dict[str, Any] = {}
-        if not dirty and self.version is not None:
-            held = {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest}
-        member = Engine(
-            settings.group,
-            instance=instance,
-            rank=rank,
-            world_size=world_size,
-            held_owner=self._owner,
-            trainer_identity=settings.trainer_identity,
-            device="host" if self._device.type == "cpu" else None,
-            dirty=dirty,
-            # No catch-ups. A source instance's registered memory is read at any time, but loader tensors are not the model's weights,
-            # and sleep frees them. A late instance gets Prepare at any time, but this rank takes events only during an update.
-            catch_up=False,
-            connect=settings.connect(self._client),
-            **held,
-        )
-        try:
-            _register(member, self.delivery)
-        except BaseException:
-            member.close()
-            raise
-        self._member = member
-        self._logger.info(
-            "refitd: %s of group %s: %d parameters direct, %d processed (loader tensors of %d bytes), %d constant, in %.0f ms",
-            member.label, settings.group, len(self.delivery.direct), len(self.delivery.processed), self.delivery.loader_bytes,
-            len(self.delivery.constant), 1e3 * (time.perf_counter() - started),
-        )  # fmt: skip
+        held = {} if dirty or self.version is None else {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest}
+        if restores and (held or self.version is None):
+            self._join(settings, place, self.delivery, restore=True)
+            found = self._found()
+            if held and (found is None or found.version != self.version):
+                self._leave()  # nothing was kept while it was detached
+        if self._member is None:
+            self._join(settings, place, self.delivery, dirty=dirty, **held)
+        self._log_attached("attaches", started)
+
+    def held(self) -> dict[str, Any] | None:
+        """What the driver must know to hold the same version (Engine's `held_...`); None: the weights are no version."""
+        if not self.clean or self.version is None:
+            return None
+        return {"version": self.version, "incarnation": self._incarnation, "owner": self._owner}
 
     def take(self, version: int | None, wait_seconds: float) -> None:
         """Takes part in one update, to `version` or, if that is None, the next. Returns when the update is committed and processed.
@@ -145,6 +214,11 @@ class Rank:
 
     def detach(self) -> None:
         """Detaches; the model keeps its weights."""
+        if self._take_up is not None and self._take_up.kept.lease is not None:
+            self._take_up.kept.lease.close()
+        self._leave()
+
+    def _leave(self) -> None:
         member, self._member = self._member, None
         if member is not None:
             member.close()
@@ -155,10 +229,91 @@ class Rank:
             "clean": self.clean,
             "version": self.version,
             "staged": self.staged,
+            "held": self.held(),
             "delivery": None if self.delivery is None else self.delivery.summary(),
         }
 
     # ---- inside ----
+
+    def _join(self, settings: Settings, place: tuple[str, str, int, int], delivery: Delivery, **options: Any) -> None:
+        """Attaches a member and registers the delivery. Raises refitd.Error; the rank is detached then."""
+        _, instance, rank, world_size = place
+        connect = settings.connect(self._client)
+        member = _engine(settings, instance, rank, world_size, self._device, connect, held_owner=self._owner, **options)
+        try:
+            _register(member, delivery)
+        except BaseException:
+            member.close()
+            raise
+        self._member = member
+
+    def _found(self) -> Committed | None:
+        """The version that the daemon found in the memory when it was registered."""
+        assert self._member is not None
+        event = self._member.poll()
+        if event is not None and not isinstance(event, Committed):
+            self._member._put_back(event)
+            return None
+        return event
+
+    def _takes_up(self, take_up: TakeUp, settings: Settings, place: tuple[str, str, int, int]) -> bool:
+        """Registers what was kept, which makes that memory writable. Returns whether all ranks that compute together hold one version, with which
+        this one then computes; if not, the rank is detached, and its weights are none. An error of one rank is raised on all, and the next call
+        tries again."""
+        kept = take_up.kept
+        made: Delivery | None = None
+        found: Committed | None = None
+        failure: Error | None = None
+        try:
+            if len(kept.arenas):
+                made = take_up.decide(settings)
+                self._join_kept(kept, settings, place, made)
+                found = self._found()
+        except Error as error:
+            failure = error
+        outcomes = take_up.gather((found and (found.version, found.incarnation), failure and str(failure)))
+        if failure is not None:
+            raise failure
+        other = next((why for _, why in outcomes if why), None)
+        if other is not None:
+            self._leave()
+            raise FailedPrecondition(f"another rank could not take up what was kept: {other}")
+        kept.arenas.drop()
+        self._take_up = None
+        if found is not None and made is not None and len({holds for holds, _ in outcomes}) == 1:
+            self._bring_in(made, found)
+            if take_up.prove(settings, made):
+                self.delivery = made
+                self._hold(found)
+                return True
+        self._leave()
+        return False
+
+    def _join_kept(self, kept: Kept, settings: Settings, place: tuple[str, str, int, int], delivery: Delivery) -> None:
+        """Registers by the lease that has claimed the arenas, or, where that has ended, by another one."""
+        lease = kept.lease_of(place)
+        if lease is not None:
+            try:
+                _register(lease, delivery)
+                self._member = lease
+                return
+            except Error:
+                lease.close()
+        self._join(settings, place, delivery, restore=True)
+
+    def _hold(self, event: Committed) -> None:
+        """The weights are the version."""
+        self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
+        self._digest = event.digest
+
+    def _log_attached(self, what: str, started: float) -> None:
+        member, delivery = self._member, self.delivery
+        assert member is not None and delivery is not None
+        self._logger.info(
+            "refitd: %s of group %s %s: %d parameters direct, %d processed (loader tensors of %d bytes), %d constant, in %.0f ms",
+            member.label, member.group, what, len(delivery.direct), len(delivery.processed), delivery.loader_bytes,
+            len(delivery.constant), 1e3 * (time.perf_counter() - started),
+        )  # fmt: skip
 
     def _changed(self) -> dict[str, str]:
         """By name, the model's parameters that do not lie in the memory that the daemon writes. On a CPU they are brought back there first, if
@@ -210,23 +365,23 @@ class Rank:
             if event is None:
                 raise DeadlineExceeded(f"{member.label}: no outcome of version {prepare.version} in its time: the weights may be torn")
         if isinstance(event, Committed):
-            self._bring_in(member, event)
-            self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
-            self._digest = event.digest
+            assert self.delivery is not None
+            self._bring_in(self.delivery, event)
+            self._hold(event)
             self.staged = prepare.flip
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "CLEAN"
         self.clean = clean_before and not dirty
         raise UpdateAborted(f"version {prepare.version}: {event.reason}", dirty=dirty)
 
-    def _bring_in(self, member: Engine, event: Committed) -> None:
+    def _bring_in(self, delivery: Delivery, event: Committed) -> None:
         """Processes the version. An exception leaves the rank dirty and detached."""
-        assert self.delivery is not None and self._settings is not None
+        assert self._member is not None and self._settings is not None
         try:
-            self._process(self.delivery)
+            self._process(delivery)
             synchronise(self._device)
             if self._settings.logits and self._logits is not None:
-                proof.compare_logits(self._settings.logits, self._logits_key(member, event), self._logits)
+                proof.compare_logits(self._settings.logits, self._logits_key(self._member, event), self._logits)
         except BaseException:
             self.detach()
             raise

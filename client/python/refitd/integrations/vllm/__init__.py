@@ -42,10 +42,11 @@ from .versions import LEAVE, by_external_launcher, check_backend, device_of, sta
 
 
 def register() -> None:
-    """Adds the backend and the load format `refitd` to vLLM in this process, and lets its engine core wake up paused; a repeated call
-    changes nothing."""
+    """Adds the backend and the load format `refitd` to vLLM in this process, and a method to its workers, and lets its engine core wake up
+    paused; a repeated call changes nothing."""
     versions.register_backend("refitd", f"{__name__}.backend", "RefitdBackend")
     versions.register_load_format()
+    versions.add_held()
     versions.let_wake_up_stay_paused()
 
 
@@ -133,6 +134,13 @@ class OfflineControls:
 
     def register(self, init_info: dict[str, Any]) -> None:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def held(self) -> list[dict[str, Any] | None]:
+        return list(self._llm.collective_rpc(versions.HELD))
+
+    def label(self, version: int) -> None:
+        if hasattr(self._llm, "update_weight_version"):
+            self._llm.update_weight_version(str(version))
 
     def unregister(self) -> None:
         llm = self._llm
@@ -360,6 +368,13 @@ class ServerControls:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         self._wait(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    def held(self) -> list[dict[str, Any] | None]:
+        return list(self._wait(self._engine.collective_rpc(versions.HELD)))
+
+    def label(self, version: int) -> None:
+        if hasattr(self._engine, "update_weight_version"):
+            self._wait(self._engine.update_weight_version(str(version)))
 
     def unregister(self) -> None:
         self._wait(self._unregister())

@@ -32,18 +32,21 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ...errors import FailedPrecondition
-from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Delivery, Steps, keep_memory, proved, synchronise, tensors_of, zero_padding
+from ...layout import TensorSpec
+from ...serving.delivery import (
+    ATTRIBUTE, CONFIGURATION, KEPT, Delivery, Steps, decided, keep_memory, prove_kept, proved, synchronise, tensors_of, zero_padding,
+)  # fmt: skip
 from ...serving.proof import Probe, token_ids, tokens_for, union_over
-from ...serving.rank import PREPARE_SECONDS, Rank
+from ...serving.rank import PREPARE_SECONDS, Rank, TakeUp
 from ...serving import Settings, read_manifest
 from . import versions
-from .versions import by_external_launcher, current_config, make_exportable, set_backend
+from .versions import current_config, make_exportable, set_backend
 
 
 # The argument of `init_transfer_engine`: the fields of refitd.serving.Settings that ranks take, where "" leaves the environment's value. `drivers`:
 # ranks without weights that the instance has beside the workers'. `workers`: how many workers' ranks the instance has; 0: what their own
-# configuration says. `dirty`: whether the weights are not one whole version.
-_FIELDS: list[Any] = [*((name, Any, "") for name in Settings().of_ranks()), ("drivers", int, 0), ("workers", int, 0), ("dirty", bool, False)]
+# configuration says. `dirty`: whether the weights are not one whole version. `restores`: as in Rank.attach.
+_FIELDS: list[Any] = [*((name, Any, "") for name in Settings().of_ranks()), ("drivers", int, 0), ("workers", int, 0), ("dirty", bool, False), ("restores", bool, False)]
 RefitdInitInfo: Any = make_dataclass("RefitdInitInfo", _FIELDS, bases=(WeightTransferInitInfo,), namespace={"__module__": __name__})
 
 
@@ -78,7 +81,11 @@ class RefitdBackend(WeightTransferEngine):
         self.device: Any = parameters[0].device
         clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
         set_backend(self)
-        self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
+        kept = getattr(self.model, KEPT, None)
+        take_up = None if kept is None else TakeUp(kept, self._decide_kept, self._prove_kept, versions.gather)
+        self.rank = Rank(
+            self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, logits=self._logits, take_up=take_up
+        )
 
     # ---- attaching ----
 
@@ -89,8 +96,8 @@ class RefitdBackend(WeightTransferEngine):
         self._make_exportable()
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
             zero_padding(self.model, self.rank.delivery)
-        rank, world_size, instance = place(self.parallel_config, settings.instance, init_info.workers)
-        self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty)
+        rank, world_size, instance = versions.place(self.parallel_config, settings.instance, init_info.workers)
+        self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty, restores=init_info.restores)
 
     def _make_exportable(self) -> None:
         """Lets the daemon open weights in memory of vLLM's sleep mode."""
@@ -101,6 +108,19 @@ class RefitdBackend(WeightTransferEngine):
             logging.getLogger("vllm.refitd").info("refitd: %d bytes of weights in memory of sleep mode can be written by the daemon now", made)
 
     def _decide(self, settings: Settings) -> Delivery:
+        return proved(self.model, settings, self._manifest(settings), self.device, self.rank.clean, self._steps(settings))
+
+    def _decide_kept(self, settings: Settings) -> Delivery:
+        return decided(self.model, settings, self._manifest(settings), self.device, versions)
+
+    def _prove_kept(self, settings: Settings, delivery: Delivery) -> bool:
+        return prove_kept(self.model, settings, delivery, self.device, self._steps(settings))
+
+    def _steps(self, settings: Settings) -> Steps:
+        return Steps(versions, self._process, self._process, self._load, lambda: self._probe(settings.proof == "require"))
+
+    def _manifest(self, settings: Settings) -> list[TensorSpec]:
+        """The checkpoint's tensors. Raises FailedPrecondition where the engine can't follow a group."""
         if self._vllm_config is None:
             raise FailedPrecondition("this version of vLLM gives a backend no configuration: start it with --load-format refitd")
         draft = versions.draft_of(self._vllm_config)
@@ -109,9 +129,7 @@ class RefitdBackend(WeightTransferEngine):
                 f"vLLM was started with a draft model (speculative_config, method '{draft}'), whose weights would stay as they are",
                 culprit="speculative_config",
             )
-        manifest = read_manifest(settings.manifest or self._vllm_config.model_config.model)
-        steps = Steps(versions, self._process, self._process, self._load, lambda: self._probe(settings.proof == "require"))
-        return proved(self.model, settings, manifest, self.device, self.rank.clean, steps)
+        return read_manifest(settings.manifest or self._vllm_config.model_config.model)
 
     # ---- updates ----
 
@@ -194,21 +212,6 @@ class RefitdBackend(WeightTransferEngine):
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
         """Abstract in vLLM until 0.27."""
         raise NotImplementedError("trainers of the backend refitd use refitd.Trainer")
-
-
-def place(config: Any, instance: str, workers: int = 0) -> tuple[int, int, str]:
-    """Rank, number of ranks and instance of a worker, without the driver, from vLLM's parallel config.
-
-    `workers`: how many ranks all replicas of the server have, as its driver knows; 0: as many as the config has. In a worker of a dense
-    model the config has one replica, whatever the server has, and only `data_parallel_index` tells it from others.
-    """
-    if by_external_launcher(config):
-        return config.rank, config.world_size, instance
-    if getattr(config, "data_parallel_external_lb", False) or getattr(config, "data_parallel_hybrid_lb", False):
-        return config.rank % config.world_size, config.world_size, f"{instance}-dp{config.data_parallel_index}"
-    replicas = workers // config.world_size if workers else config.data_parallel_size
-    index = getattr(config, "data_parallel_index", 0) if replicas > 1 else 0
-    return index * config.world_size + config.rank, replicas * config.world_size, instance
 
 
 __all__ = ["RefitdBackend", "RefitdInitInfo", "RefitdUpdateInfo"]

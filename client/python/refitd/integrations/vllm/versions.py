@@ -29,6 +29,7 @@ from ...errors import FailedPrecondition
 from ...layout import devices
 from ...serving import Settings
 from ...serving.delivery import CONFIGURATION, Snapshot, note_changes
+from ...serving.rank import Kept, find_kept
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -74,6 +75,17 @@ def check_awake(awake: Any) -> None:
     has no result return None."""
     if awake is False:
         raise FailedPrecondition("vLLM's engine core did not wake up: the plugin refitd is not loaded in its process (VLLM_PLUGINS)")
+
+
+# The method of vLLM's workers that tells what the rank holds.
+HELD = "refitd_held"
+
+
+def add_held() -> None:
+    """Adds the method HELD to vLLM's workers in this process: vLLM passes nothing on that a backend returns."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    setattr(WorkerBase, HELD, lambda worker: worker.weight_transfer_engine.rank.held())
 
 
 def register_load_format() -> None:
@@ -329,12 +341,39 @@ def loader_class() -> Any:
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
             model = super().load_model(vllm_config, *arguments, **options)
-            note_changes(model, self._before, Settings.of().in_arenas, sys.modules[__name__])
+            find = functools.partial(_find_kept, vllm_config.parallel_config, next(model.parameters()).device)
+            note_changes(model, self._before, find if Settings.of().in_arenas else None, sys.modules[__name__])
             object.__setattr__(model, CONFIGURATION, vllm_config)
             del self._before
             return model
 
     return RefitdModelLoader
+
+
+def _find_kept(parallel: Any, device: Any) -> Kept | None:
+    """What the daemon keeps of this worker's rank. The parallel config of a worker does not say how many ranks the replicas of its server have,
+    so that nothing is kept of those: None."""
+    settings = Settings.of()
+    rank, world_size, instance = place(parallel, settings.instance)
+    launched = by_external_launcher(parallel)
+    if not launched and (parallel.data_parallel_size > 1 or getattr(parallel, "data_parallel_index", 0) > 0):
+        return None
+    return find_kept(settings, instance, rank, world_size + (world_size if launched else 1), device, "vllm")
+
+
+def place(config: Any, instance: str, workers: int = 0) -> tuple[int, int, str]:
+    """Rank, number of ranks and instance of a worker, without the driver, from vLLM's parallel config.
+
+    `workers`: how many ranks all replicas of the server have, as its driver knows; 0: as many as the config has. In a worker of a dense
+    model the config has one replica, whatever the server has, and only `data_parallel_index` tells it from others.
+    """
+    if by_external_launcher(config):
+        return config.rank, config.world_size, instance
+    if getattr(config, "data_parallel_external_lb", False) or getattr(config, "data_parallel_hybrid_lb", False):
+        return config.rank % config.world_size, config.world_size, f"{instance}-dp{config.data_parallel_index}"
+    replicas = workers // config.world_size if workers else config.data_parallel_size
+    index = getattr(config, "data_parallel_index", 0) if replicas > 1 else 0
+    return index * config.world_size + config.rank, replicas * config.world_size, instance
 
 
 def make_exportable(device_type: str) -> int:
@@ -361,13 +400,27 @@ def make_exportable(device_type: str) -> int:
 LEAVE = {"leave": True}
 
 
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks of this process's model; each must call this alike."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    world = get_world_group()
+    if world.world_size == 1:
+        return [value]
+    import torch.distributed
+
+    values: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(values, value, group=world.cpu_group)
+    return values
+
+
 def by_external_launcher(parallel: Any) -> bool:
     """Whether an external launcher started vLLM. The config's world_size and rank then count the ranks of all data-parallel replicas."""
     return bool(parallel.distributed_executor_backend == "external_launcher")
 
 
 def world_size_of(config: Any) -> int:
-    """How many workers' ranks the instance has; the same rule as backend.place."""
+    """How many workers' ranks the instance has; the same rule as place()."""
     parallel = config.parallel_config
     if by_external_launcher(parallel):
         return int(parallel.world_size)
