@@ -22,7 +22,7 @@ FOLLOW_SECONDS = 0.02
 
 
 def parameters_of(worker: Any) -> dict[str, Any]:
-    from refitd.serving.delivery import digest
+    from refitd.layout.memory import digest
 
     model = worker.model_runner.get_model()
     held = [*model.named_parameters(), *model.named_buffers()]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from refitd.layout import TensorSpec
+from refitd.layout.memory import digest
 from refitd.serving import proof
 from torch import nn
 from torch.nn import functional as F
@@ -209,11 +210,11 @@ def measure(name: str, layers: int, device: str) -> dict[str, Any]:
     names = [key for key, _ in model.named_parameters()]
     source = lambda seed: lambda spec: proof.values(spec, seed, device)  # noqa: E731
     _, delivered = timed(lambda: proof.deliver(specs, boxes, source(1)), device)
-    before = {key: proof.digest(tensor) for key, tensor in model.named_parameters()}
+    before = {key: digest(tensor) for key, tensor in model.named_parameters()}
     prover, recorded = timed(lambda: proof.Prover(model, probe, names), device)
     found, perturbed = timed(prover.perturb, device)
     assert not found.failed and not found.unproved and len(found.proved) == len(names), found.summary()
-    assert before == {key: proof.digest(tensor) for key, tensor in model.named_parameters()}, "a parameter was not put back"
+    assert before == {key: digest(tensor) for key, tensor in model.named_parameters()}, "a parameter was not put back"
     proof.deliver(specs, boxes, source(2))
     ours, state = timed(prover.states, device)
 

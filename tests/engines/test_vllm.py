@@ -114,6 +114,12 @@ def test_five_versions_into_arenas(
     assert delivery["arena_bytes"] and not any("arena" in why for why in delivery["processed"].values()), delivery
 
 
+def test_a_weight_that_the_engine_writes_is_in_no_arena(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that changed between its move into the arena and the attach is refused by name."""
+    monkeypatch.setenv("REFITD_ARENA", "device")
+    check_refused(EngineProcess, daemon, models.make("qwen3", folder, 1), tmp_path, f"{KEEPS}.weight", plant={"change": [f"{KEEPS}.weight", 0]})
+
+
 def test_an_arena_needs_the_load_format(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REFITD_ARENA", "device")
     checkpoint = models.make("qwen3", folder, 1)

@@ -117,6 +117,22 @@ class ArenaTest(DaemonTest):
             # The buffer is registered under no name, and both sides have it.
             self.assertTrue(torch.equal(model.table, torch.arange(16.0)))
 
+    def test_a_tensor_that_a_run_writes_is_named_and_nothing_moves(self):
+        model = Model()
+        address = model.embed.weight.data_ptr()
+
+        def counts():
+            model(torch.arange(8))
+            model.scale[3] += 1
+
+        with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor 'scale' is written by warm_up"):
+            refitd.adopt(model, arena=True, warm_up=counts)
+        self.assertEqual(model.embed.weight.data_ptr(), address)
+        refitd.adopt(model, arena=True, buffers=False, warm_up=counts)
+        self.assertNotEqual(model.embed.weight.data_ptr(), address)
+        with self.assertRaisesRegex(refitd.InvalidArgument, "warm_up is for arenas"):
+            refitd.adopt(model, warm_up=counts)
+
     def test_the_engine_serves_its_version_until_ready(self):
         model, engine = self.adopted()
         tokens = torch.arange(8)

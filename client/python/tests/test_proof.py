@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import refitd
 from refitd.errors import FailedPrecondition
 from refitd.layout import shards
+from refitd.layout.memory import digest
 from refitd.serving import proof
 from support import DaemonTest
 
@@ -271,18 +272,18 @@ class Perturbation(unittest.TestCase):
 
     def test_digests_tell_swaps_and_changes(self):
         tensor = torch.arange(1001, dtype=torch.int32).view(7, 143)
-        found = {proof.digest(tensor)}
+        found = {digest(tensor)}
         for change in (lambda t: t.flip(0), lambda t: t.flip(1), lambda t: t.roll(2, 1), lambda t: t + (t == 1000), lambda t: t[:, 1:]):
-            found.add(proof.digest(change(tensor.clone())))
+            found.add(digest(change(tensor.clone())))
         self.assertEqual(len(found), 6)
-        self.assertEqual(proof.digest(tensor), proof.digest(tensor.t().contiguous().t()))
+        self.assertEqual(digest(tensor), digest(tensor.t().contiguous().t()))
 
     def test_a_word_and_its_complement_have_different_digests(self):
         for word in (0, 1, 1 << 40, -(1 << 62), 0x0123456789ABCDEF):
             tensor = torch.tensor([7, word, 7], dtype=torch.int64)
-            self.assertNotEqual(proof.digest(tensor), proof.digest(tensor ^ torch.tensor([0, -1, 0])), word)
+            self.assertNotEqual(digest(tensor), digest(tensor ^ torch.tensor([0, -1, 0])), word)
         zeros = torch.zeros(64, dtype=torch.uint8)
-        self.assertNotEqual(proof.digest(zeros), proof.digest(~zeros))
+        self.assertNotEqual(digest(zeros), digest(~zeros))
 
 
 class Deliveries(unittest.TestCase):

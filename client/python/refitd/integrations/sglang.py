@@ -27,11 +27,12 @@ from .. import errors
 from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout import TensorSpec
+from ..layout.memory import digest
 from ..serving.delivery import (
     ATTRIBUTE, KEPT, Delivery, Snapshot, Steps, decided, keep_memory, note_changes, prove_kept, proved, synchronise, tensors_of,
 )  # fmt: skip
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
-from ..serving.proof import Probe, digest, token_ids, tokens_for, union_over
+from ..serving.proof import Probe, token_ids, tokens_for, union_over
 from ..serving.rank import EngineLoop, Kept, Rank, TakeUp, find_kept
 from ..serving import Settings, read_manifest
 

@@ -510,3 +510,30 @@ def mark_versions(tensors: list[Any]) -> None:
         for tensor in tensors:
             with torch.no_grad():
                 tensor.detach().as_strided((0,), (1,)).zero_()
+
+
+# The number of words that digest() takes at a time.
+_WORDS = 1 << 24
+
+
+def digest(tensor: Any) -> int:
+    """A checksum of the tensor's bytes and of their order, modulo 2^64. Another value in one word (8 bytes) alters it; different tensors
+    may have the same."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    # A copy where the words would not be aligned; the last bytes are a word of their own.
+    aligned = flat[:whole] if flat.storage_offset() % 8 == 0 and flat.data_ptr() % 8 == 0 else flat[:whole].clone()
+    rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    rest[: flat.numel() - whole] = flat[whole:]
+    total = 0
+    for start, words in ((0, aligned.view(torch.int64)), (whole // 8, rest.view(torch.int64))):
+        for offset in range(0, words.numel(), _WORDS):
+            part = words[offset : offset + _WORDS]
+            weights = torch.arange(start + offset, start + offset + part.numel(), device=part.device, dtype=torch.int64)
+            weights = (weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
+            # The mask drops copies of the sign bit, with which a word and its complement would count the same.
+            mixed = part ^ ((part >> 29) & ((1 << 35) - 1))
+            total += int(((mixed + 1) * weights).sum().item())
+    return (total + int(flat.numel())) % (1 << 64)

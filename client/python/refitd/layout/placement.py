@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .._core import ends_soon, interruptible, native
 from .._core.native import made_by, text
-from ..errors import Unimplemented
+from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from . import devices
-from .memory import Arena, DeviceBytes, HostBytes, Region, aligned, locate, resolve, torch_dtype
+from .memory import Arena, DeviceBytes, HostBytes, Region, aligned, digest, locate, resolve, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
 
-def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True, arena: bool = False) -> Region | None:
+def adopt(
+    module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True, arena: bool = False, warm_up: Callable[[], Any] | None = None
+) -> Region | None:
     """Moves a module's parameters, and buffers, into memory that the daemon can write; they keep their values, shapes and ties.
 
     Tensors that share memory go on sharing it, and those in regions or arenas already stay where they are. Optimizers go on working, since
@@ -36,16 +38,24 @@ def adopt(module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True
             other memory, a child has its own copy from the fork on). False: children don't have the weights, and a child that touches them
             ends by SIGSEGV. Children share an arena, and must not read it while its sides are exchanged.
         arena: Whether the memory has two sides.
+        warm_up: With `arena`: runs the module as it will serve. It is called before anything moves, and may write nothing that is to move.
 
     Returns:
         The region; None where there was nothing to move, and with `arena`.
 
     Raises:
         ResourceExhausted: There is too little memory.
+        FailedPrecondition: `warm_up` wrote to a tensor, which the error names. Nothing was moved.
+        InvalidArgument: `warm_up` without `arena`.
     """
     if arena:
-        adopt_in_arenas(_weights(module, buffers))
+        weights = _weights(module, buffers)
+        if warm_up is not None:
+            _check_unwritten(module, weights, warm_up)
+        adopt_in_arenas(weights)
         return None
+    if warm_up is not None:
+        raise InvalidArgument("warm_up is for arenas: other memory keeps what the module writes", culprit="warm_up")
     tensors: list[torch.Tensor] = list(module.parameters())
     if buffers:
         tensors += list(module.buffers())
@@ -64,6 +74,16 @@ def _weights(module: torch.nn.Module, buffers: bool) -> list[torch.Tensor]:
         if buffer is not None and name not in owner._non_persistent_buffers_set
     }
     return tensors + list(found.values())
+
+
+def _check_unwritten(module: torch.nn.Module, tensors: Sequence[torch.Tensor], run: Callable[[], Any]) -> None:
+    """Raises FailedPrecondition, naming the tensor, where a run writes to one of the module's tensors."""
+    before = [digest(tensor) for tensor in tensors]
+    run()
+    written = next((tensor for tensor, was in zip(tensors, before) if digest(tensor) != was), None)
+    if written is not None:
+        name = next(name for name, held in (*module.named_parameters(), *module.named_buffers()) if held is written)
+        raise FailedPrecondition(f"tensor '{name}' is written by warm_up: in an arena that would be lost at the next version", tensor=name)
 
 
 def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Region | None:

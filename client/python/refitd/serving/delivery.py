@@ -35,16 +35,18 @@ from typing import TYPE_CHECKING, Any
 from .._core.tensors import Places
 from ..errors import Error, FailedPrecondition
 from ..layout import Box, TensorSpec
-from ..layout.memory import DTYPES, Arena, empty, locate, resolve, torch_dtype
+from ..layout.memory import DTYPES, Arena, digest, empty, locate, resolve, torch_dtype
 from ..layout.placement import KeptArenas, adopt_in_arenas, adopt_tensors, empty_in_arena
 from . import proof
-from .proof import Probe, Proof, Prover, digest
+from .proof import Probe, Proof, Prover
 
 if TYPE_CHECKING:
     from . import Settings
 
 # The attribute of a model that has its evidence: {module: reasons}.
 ATTRIBUTE = "_refitd_evidence"
+# The attribute of a model whose weights lie in arenas: by name, the digests that parameters had when they were moved there.
+MOVED = "_refitd_moved"
 # The attribute of a model whose weights lie in arenas: refitd.serving.rank.Kept, what was kept of this rank's last process.
 KEPT = "_refitd_kept"
 # The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
@@ -70,10 +72,10 @@ class Snapshot:
         return cls(tensors, _attributes(module), _attributes(getattr(module, "quant_method", None)))
 
 
-def changes(module: Any, before: Snapshot, placed: Set[int] = frozenset()) -> list[str]:
-    """The changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later. `placed`: ids of
-    tensors whose bytes are others since."""
-    after = Snapshot.of(module)
+def changes(module: Any, before: Snapshot, after: Snapshot | None = None, placed: Set[int] = frozenset()) -> list[str]:
+    """The changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later. `after`: the module
+    now; None: it is made here. `placed`: ids of tensors whose bytes are others since."""
+    after = Snapshot.of(module) if after is None else after
     found = []
     for name in sorted(before.tensors.keys() | after.tensors.keys()):
         was, now = before.tensors.get(name), after.tensors.get(name)
@@ -112,8 +114,11 @@ def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: 
     None: moves the parameters that may be written in place into arenas (refitd.adopt), before the engine measures its memory and captures
     graphs; those of this rank's last process, if it finds them (refitd.serving.rank.Kept). `inside`: as in decide()."""
 
-    def note(placed: Set[int] = frozenset()) -> None:
-        object.__setattr__(model, ATTRIBUTE, {id(layer): changes(layer, snapshot, placed) for layer, snapshot in before})
+    def note(placed: Set[int] = frozenset()) -> dict[int, Snapshot]:
+        after = {id(layer): Snapshot.of(layer) for layer, _ in before}
+        found = {id(layer): changes(layer, snapshot, after[id(layer)], placed) for layer, snapshot in before}
+        object.__setattr__(model, ATTRIBUTE, found)
+        return after
 
     note()
     if find_kept is None:
@@ -125,11 +130,26 @@ def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: 
         return  # decide() refuses the model for the same reason
     kept = find_kept()
     arenas = None if kept is None else kept.arenas
-    placed = adopt_in_arenas((entry.tensor for entry in held if entry.is_parameter and entry.name not in why), arenas)
+    moved = [entry for entry in held if entry.is_parameter and entry.name not in why]
+    placed = {id(tensor) for tensor in adopt_in_arenas((entry.tensor for entry in moved), arenas)}
     if kept is not None and not placed and kept.arenas.taken:
         kept.release()  # it is of another model
-    note({id(tensor) for tensor in placed})  # views of the memory that the parameters had are copies now
+    after = note(placed)  # views of the memory that the parameters had are copies now
     object.__setattr__(model, KEPT, kept)
+    # What is placed in kept memory can't be written until it is registered.
+    digests = {entry.name: after[id(entry.module)].tensors[entry.name.rpartition(".")[2]][4] for entry in moved if id(entry.tensor) not in placed}
+    object.__setattr__(model, MOVED, digests)
+
+
+def _written(model: Any) -> dict[str, str]:
+    """By name, why parameters in arenas can't be there: the engine wrote to them since it was loaded, as it profiled its memory and warmed up."""
+    moved: dict[str, int] = getattr(model, MOVED, {})
+    named = dict(model.named_parameters())
+    why = "was written by the engine's own runs, and what they write would be lost at the next version: start it without an arena"
+    found = {name: why for name, was in moved.items() if name in named and digest(named[name]) != was}
+    if not found:
+        object.__setattr__(model, MOVED, {})  # from now on the proof and versions write
+    return found
 
 
 def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
@@ -684,6 +704,7 @@ def decided(
     model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, inside: Any, failed: dict[str, str] | None = None
 ) -> Delivery:
     """The delivery without its proof; nothing is written to the weights. `failed`: as in decide(); gets what must lie in an arena and does not."""
+    _refuse(_written(model), "parameters in arenas")
     failed = {} if failed is None else failed
     kept = getattr(model, KEPT, None)
     taken = kept.arenas.taken if kept is not None else 0
@@ -791,7 +812,7 @@ def _that_derive(model: Any, made: Delivery) -> dict[str, Any]:
 
 def _digests(model: Any, names: Iterable[str]) -> dict[str, int]:
     named = dict(model.named_parameters())
-    return {name: proof.digest(named[name]) for name in names}
+    return {name: digest(named[name]) for name in names}
 
 
 def _deliver(made: Delivery, device: Any, steps: Steps, seed: int) -> None:

@@ -29,7 +29,7 @@ from zlib import crc32
 
 from ..errors import DataLoss, FailedPrecondition, Internal
 from ..layout import Box, TensorSpec
-from ..layout.memory import mark_written, torch_dtype
+from ..layout.memory import digest, mark_written, torch_dtype
 
 # How many tokens a probe has at least; more where this many would not reach all experts.
 TOKENS = 64
@@ -42,8 +42,6 @@ _FLIPS = {1: (0x30, 0x34), 2: (0x3F00, 0x3F20), 4: (0x3F000000, 0x3F200000), 8: 
 _ROUTERS, _EXPERTS = ("gate", "router"), "experts"
 # The number of versions whose logits are kept in a folder.
 KEPT_LOGITS = 4
-# The number of words that digest() takes at a time.
-_WORDS = 1 << 24
 
 
 @dataclass
@@ -118,29 +116,6 @@ def token_ids(vocabulary: int, count: int, device: Any) -> Any:
 def tokens_for(model: Any) -> int:
     """How many tokens reach every expert of the model's routers."""
     return max([TOKENS, *(-(-router.count // router.chosen) for router in _routers(model) if router.count)])
-
-
-def digest(tensor: Any) -> int:
-    """A checksum of the tensor's bytes and of their order, modulo 2^64. Another value in one word (8 bytes) alters it; different tensors
-    may have the same."""
-    import torch
-
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    # A copy where the words would not be aligned; the last bytes are a word of their own.
-    aligned = flat[:whole] if flat.storage_offset() % 8 == 0 and flat.data_ptr() % 8 == 0 else flat[:whole].clone()
-    rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
-    rest[: flat.numel() - whole] = flat[whole:]
-    total = 0
-    for start, words in ((0, aligned.view(torch.int64)), (whole // 8, rest.view(torch.int64))):
-        for offset in range(0, words.numel(), _WORDS):
-            part = words[offset : offset + _WORDS]
-            weights = torch.arange(start + offset, start + offset + part.numel(), device=part.device, dtype=torch.int64)
-            weights = (weights * 0x5851F42D4C957F2D + 0x14057B7EF767814F) | 1
-            # The mask drops copies of the sign bit, with which a word and its complement would count the same.
-            mixed = part ^ ((part >> 29) & ((1 << 35) - 1))
-            total += int(((mixed + 1) * weights).sum().item())
-    return (total + int(flat.numel())) % (1 << 64)
 
 
 # ---- delivery ----
