@@ -163,7 +163,7 @@ class Rank:
     def attach(self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool, restores: bool = False) -> None:
         """Attaches and registers. `restores`: the daemon keeps the rank's arenas for its next process; a rank whose first weights are random then
         attaches without a version, and not as dirty. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
-        self._leave()
+        self.leave()
         started = time.perf_counter()
         self._settings = settings
         place = settings.group, instance, rank, world_size
@@ -178,7 +178,7 @@ class Rank:
             self._join(settings, place, self.delivery, restore=True)
             found = self._found()
             if held and (found is None or found.version != self.version):
-                self._leave()  # nothing was kept while it was detached
+                self.leave()  # nothing was kept while it was detached
         if self._member is None:
             self._join(settings, place, self.delivery, dirty=dirty, **held)
         self._log_attached("attaches", started)
@@ -216,9 +216,10 @@ class Rank:
         """Detaches; the model keeps its weights."""
         if self._take_up is not None and self._take_up.kept.lease is not None:
             self._take_up.kept.lease.close()
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Detaches; what was claimed while the model was loaded stays claimed."""
         member, self._member = self._member, None
         if member is not None:
             member.close()
@@ -276,7 +277,7 @@ class Rank:
             raise failure
         other = next((why for _, why in outcomes if why), None)
         if other is not None:
-            self._leave()
+            self.leave()
             raise FailedPrecondition(f"another rank could not take up what was kept: {other}")
         kept.arenas.drop()
         self._take_up = None
@@ -286,7 +287,7 @@ class Rank:
                 self.delivery = made
                 self._hold(found)
                 return True
-        self._leave()
+        self.leave()
         return False
 
     def _join_kept(self, kept: Kept, settings: Settings, place: tuple[str, str, int, int], delivery: Delivery) -> None:

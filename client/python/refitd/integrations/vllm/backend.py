@@ -101,7 +101,7 @@ class RefitdBackend(WeightTransferEngine):
 
     def _make_exportable(self) -> None:
         """Lets the daemon open weights in memory of vLLM's sleep mode."""
-        self.rank.detach()  # no daemon has the old memory
+        self.rank.leave()  # no daemon has the old memory
         synchronise(self.device)
         made = make_exportable(self.device.type)
         if made:
