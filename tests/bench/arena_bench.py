@@ -6,7 +6,7 @@ A trainer refits a model of torch into an engine, a process of its own: first in
 that is written in place. The engine runs steps without a rest, on a GPU as a replayed CUDA graph, that read every weight, and takes
 events between steps. The trainer is on the first GPU, the engine on the last, which may be the same. Pause: from when the engine
 takes Prepare to when it has taken Committed. --gib: of each of the engine's ranks, which lie on the last GPUs, and hold as much each.
---arena-gib: of an arena; by default a model has at most eight. --rollbacks: after so many versions the one before is served again,
+--arena-gib: of an arena at most; by default the free memory decides. --rollbacks: after so many versions the one before is served again,
 and the call of the trainer is measured. --restart: also, from when a process that takes the first engine's place attaches to when it
 holds its version, with the weights in place. The outputs of all steps are compared with those of the first step after their version's
 commit, and the weights of every tenth version and of every rollback with the trainer's.
@@ -102,7 +102,7 @@ def serve(options):
     engine = refitd.Engine(options.group, instance="engine", rank=options.rank, world_size=options.ranks, socket=options.socket,
                            restore=options.keep)
     if options.arena_gib:
-        placement.ARENA_BYTES, placement.MOST_ARENAS = round(options.arena_gib * (1 << 30)), 1 << 20
+        placement.MOST_BYTES = round(options.arena_gib * (1 << 30))
     refitd.adopt(model, arena=options.arena)
     engine.register({str(number): weight for number, weight in enumerate(model, first)})
     steps = Steps(model, device)
@@ -142,7 +142,7 @@ def restart(options):
         torch.cuda.set_device(max(0, torch.cuda.device_count() - 1))
         torch.cuda.init()
     if options.arena_gib:
-        placement.ARENA_BYTES, placement.MOST_ARENAS = round(options.arena_gib * (1 << 30)), 1 << 20
+        placement.MOST_BYTES = round(options.arena_gib * (1 << 30))
     model = model_of(options.gib[0], "meta")
     began = time.monotonic()
     engine = refitd.Engine(options.group, instance="engine", world_size=options.ranks, socket=options.socket, restore=True)

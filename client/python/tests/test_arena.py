@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import random
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd  # noqa: E402
+from refitd.layout import placement  # noqa: E402
 from support import SECONDS, DaemonTest, Server, wait_until  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -64,6 +66,18 @@ def serve(socket, group, pipe):
                 with torch.no_grad():
                     model.layers[0].weight[3, 4] += pipe.recv()
                 pipe.send("done")
+
+
+def test_sizes_of_arenas_give_the_same_batches_again():
+    chance = random.Random(7)
+    for device in (None, "GPU-a"):
+        for _ in range(50):
+            sizes = [chance.choice([1, 100, 4096, 1 << 20, 3 << 20, (5 << 20) + 1]) for _ in range(chance.randint(1, 40))]
+            found = [[torch.empty(size, dtype=torch.uint8)] for size in sizes]
+            batches = list(placement._batches(found, device, iter(lambda: chance.randint(1, 20 << 20), None)))
+            assert sum(batches, []) == found
+            kept = [placement._arena_bytes(placement._room_for(batch), device) for batch in batches]
+            assert list(placement._batches(found, device, iter(kept))) == batches
 
 
 class ArenaTest(DaemonTest):

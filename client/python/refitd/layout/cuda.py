@@ -483,6 +483,11 @@ class CudaKind(DeviceKind):
         made = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device_index(device)))
         return CudaBytes(made.data_ptr(), nbytes, made, made.device.index)
 
+    def free_bytes(self, device: str) -> int:
+        import torch
+
+        return int(torch.cuda.mem_get_info(device_index(device))[0])
+
     def synchronize(self, device: str | None = None) -> None:
         import torch
 

@@ -118,6 +118,10 @@ class DeviceKind(abc.ABC):
     def new_bytes(self, device: str, nbytes: int) -> DeviceBytes:
         """New memory on the device, which is freed with the last reference."""
 
+    @abc.abstractmethod
+    def free_bytes(self, device: str) -> int:
+        """The bytes of the device that no process holds."""
+
     # ---- waiting for work that torch has queued ----
 
     @abc.abstractmethod

@@ -79,15 +79,13 @@ def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Regi
 def adopt_in_arenas(tensors: Iterable[torch.Tensor]) -> None:
     """Moves the storages of the tensors on the first one's device into new arenas, as `adopt` does; the tensor objects stay the same.
 
-    At most MOST_ARENAS are made, one after the other, so that little memory beyond twice the tensors' is taken meanwhile.
+    The arenas are made one after the other, each as large as the memory allows that is free then (`_capacities`).
     """
     listed = list(tensors)
     device = devices.device_of(listed[:1])
     kind = devices.kind_of(device)
-    for batch in _batches(_storages(listed, "cpu" if kind is None else kind.torch_type)):
-        if kind is not None:
-            kind.synchronize_all(device)
-            kind.release_unused()
+    found = _storages(listed, "cpu" if kind is None else kind.torch_type)
+    for batch in _batches(found, device, _capacities(device, _room_for(found))):
         arena = _new_arena(_room_for(batch), device)
         _move(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena))
     if kind is not None:
@@ -95,9 +93,9 @@ def adopt_in_arenas(tensors: Iterable[torch.Tensor]) -> None:
 
 
 DEVICE_UNIT = 2 << 20  # bytes; a device gives memory that can be shared in multiples of it
-MOST_ARENAS = 8
-# The size of an arena where a model needs fewer than MOST_ARENAS of these. Each arena makes the pause 0.09 ms longer on an H200.
-ARENA_BYTES = 8 << 30
+MOST_ARENAS = 8  # of a model, about, where little memory is free
+HOST_BYTES = 1 << 30  # of an arena on the host at least, if the model has as much
+MOST_BYTES: int | None = None  # of an arena, for measurements: on an H200 each arena makes the pause 0.09 ms longer
 
 
 def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.device) -> list[torch.Tensor]:
@@ -149,19 +147,41 @@ def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> list[list[to
     return list(found.values())
 
 
-def _batches(found: list[list[torch.Tensor]]) -> Iterator[list[list[torch.Tensor]]]:
-    """The storages by the arena that each gets: the same for the same tensors in the same order."""
-    nbytes = max(ARENA_BYTES, _room_for(found) // MOST_ARENAS)
-    batch: list[list[torch.Tensor]] = []
-    total = 0
-    for tensors in found:
-        batch.append(tensors)
-        total += _room_for([tensors])
-        if total >= nbytes:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch
+def _capacities(device: str | None, whole: int) -> Iterator[int]:
+    """Yields how many bytes the next arena may have, of `whole` that a model takes. An arena needs twice its bytes beside the tensors that move into
+    it. So the two sides take three quarters of what is free on a device; on the host, where more arenas cost nothing, an eighth of the model."""
+    kind = devices.kind_of(device)
+    while True:
+        nbytes = whole // MOST_ARENAS
+        if MOST_BYTES is not None:
+            nbytes = MOST_BYTES
+        elif kind is None:
+            nbytes = max(nbytes, HOST_BYTES)
+        else:
+            kind.synchronize_all(device)
+            kind.release_unused()
+            nbytes = max(nbytes, kind.free_bytes(device) * 3 // 8)
+        yield nbytes
+
+
+def _arena_bytes(nbytes: int, device: str | None) -> int:
+    """The size of an arena for so many bytes."""
+    unit = DEVICE_UNIT if devices.kind_of(device) else 1
+    return -(-nbytes // unit) * unit
+
+
+def _batches(found: list[list[torch.Tensor]], device: str | None, capacities: Iterator[int]) -> Iterator[list[list[torch.Tensor]]]:
+    """The storages by the arena that each gets: as many as its capacity holds, at least one. Capacities that are the sizes of the arenas that
+    were made give the same batches again."""
+    first = 0
+    while first < len(found):
+        end, total = first + 1, _room_for(found[first : first + 1])
+        capacity = _arena_bytes(max(total, next(capacities, 0)), device)
+        while end < len(found) and total + _room_for(found[end : end + 1]) <= capacity:
+            total += _room_for(found[end : end + 1])
+            end += 1
+        yield found[first:end]
+        first = end
 
 
 def _room_for(found: list[list[torch.Tensor]]) -> int:
@@ -213,15 +233,17 @@ def place_in_arenas(module: torch.nn.Module, kept: Sequence[Arena], device: str 
             raise Unimplemented("a DTensor can't be placed in an arena without its values")
         if tensor.numel() > 0:
             found.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    batches = list(_batches(list(found.values())))
-    rooms = [_room_for(batch) for batch in batches]
-    # A device gives memory in larger units than the host.
-    unit = DEVICE_UNIT if devices.kind_of(device) else 1
-    if [arena.nbytes for arena in kept] != [-(-room // unit) * unit for room in rooms]:
-        kept = [_new_arena(room, device) for room in rooms]
+    storages = list(found.values())
+    batches = list(_batches(storages, device, (arena.nbytes for arena in kept)))
+    arenas = list(kept)
+    if [arena.nbytes for arena in kept] != [_arena_bytes(_room_for(batch), device) for batch in batches]:
+        batches, arenas = [], []
+        for batch in _batches(storages, device, _capacities(device, _room_for(storages))):
+            batches.append(batch)
+            arenas.append(_new_arena(_room_for(batch), device))
     placed: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for batch, arena in zip(batches, kept):
+        for batch, arena in zip(batches, arenas):
             for tensors, whole in _places(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena)):
                 for tensor in tensors:
                     made = torch.Tensor._make_subclass(type(tensor), _in(whole, tensor), tensor.requires_grad)
