@@ -528,6 +528,17 @@ int64_t refit_arena_bytes(const refit_arena* arena) {
   return arena == nullptr ? 0 : arena->arena->bytes();
 }
 
+refit_status refit_arena_map_back(const refit_arena* arena, char** data) {
+  return Guarded({{arena, "arena"}, {data, "data"}}, [&]() -> absl::Status {
+    REFITD_ASSIGN_OR_RETURN(*data, arena->arena->MapBack());
+    return absl::OkStatus();
+  });
+}
+
+void refit_arena_unmap_back(const refit_arena* arena) {
+  if (arena != nullptr) arena->arena->UnmapBack();
+}
+
 void refit_arena_free(refit_arena* arena) { delete arena; }
 
 refit_status refit_replace_group(const refit_connect_options* options) {

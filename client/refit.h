@@ -298,6 +298,13 @@ refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes
 /* Where the weights are read (on a GPU an address of this process there). NULL for NULL. */
 char* refit_arena_data(const refit_arena* arena);
 int64_t refit_arena_bytes(const refit_arena* arena); /* of each side; 0 for NULL */
+/* The other side at another address, until refit_arena_unmap_back(): between PREPARE with `flip`
+ * and refit_engine_ready() it holds the version that was staged, to be read by the thread that
+ * calls refit_engine_ready(). An update that ends meanwhile leaves what it holds unknown. A GPU's
+ * work on it must have ended before it is unmapped. REFIT_FAILED_PRECONDITION: it is mapped
+ * already. */
+refit_status refit_arena_map_back(const refit_arena* arena, char** data);
+void refit_arena_unmap_back(const refit_arena* arena);
 void refit_arena_free(refit_arena* arena);
 
 /* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */

@@ -285,6 +285,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_arena_new": (_STATUS, (POINTER(refit_connect_options), c_int64, _OUT)),
     "refit_arena_data": (c_void_p, (c_void_p,)),
     "refit_arena_bytes": (c_int64, (c_void_p,)),
+    "refit_arena_map_back": (_STATUS, (c_void_p, _OUT)),
+    "refit_arena_unmap_back": (None, (c_void_p,)),
     "refit_arena_free": (None, (c_void_p,)),
     "refit_engine_add_arena": (_STATUS, (c_void_p, c_void_p, _OUT)),
     "refit_engine_take_kept": (_STATUS, (c_void_p, c_int32, _OUT)),
