@@ -112,6 +112,9 @@ class Controls:
         self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None
         self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
 
+    def process_ahead(self, version: int) -> int:
+        return 0  # what must be processed is processed in the pause
+
     def pause(self, mode: str) -> None:
         self.run(self._pause(mode))
 
@@ -804,7 +807,7 @@ class Backend:
         manifest = read_manifest(settings.manifest or self._runner.model_config.model_path)
         synchronise(self._device)  # batches that the scheduler has launched read the weights
         with ExitStack() as rooms:
-            steps = Steps(sys.modules[__name__], self._try_out, self._process, self._load, lambda: self._probe(rooms))
+            steps = Steps(sys.modules[__name__], self._try_out, self._process, None, self._load, lambda: self._probe(rooms))
             made = proved(self.model, settings, manifest, self._device, self.rank.clean, steps)
         return made
 

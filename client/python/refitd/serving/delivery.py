@@ -37,7 +37,8 @@ from ..errors import Error, FailedPrecondition
 from ..layout import Box, TensorSpec
 from ..layout.memory import DTYPES, Arena, empty, locate, resolve, torch_dtype
 from ..layout.placement import adopt_in_arenas, adopt_tensors, empty_in_arena
-from . import proof
+from . import ahead, proof
+from .ahead import Portion
 from .proof import Probe, Proof, Prover, digest
 
 if TYPE_CHECKING:
@@ -221,11 +222,17 @@ class Delivery:
     places: Places | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
     # By a name that the engine's loader passes over, the name of the tensor whose memory it shares.
     tied_names: dict[str, str] = field(default_factory=dict)
+    ahead: list[Portion] = field(default_factory=list, repr=False)  # what is processed of a staged version while the engine serves
+    in_pause: dict[str, str] = field(default_factory=dict)  # with arenas, by module that is processed in the pause, why
 
     @property
     def loader_bytes(self) -> int:
         """The bytes of memory that only the delivery needs."""
-        return sum(int(tensor.nbytes) for tensor in self.loader_tensors.values()) + sum(entry.beside for entry in self.prepacked)
+        return (
+            sum(int(tensor.nbytes) for tensor in self.loader_tensors.values())
+            + sum(entry.beside for entry in self.prepacked)
+            + sum(portion.nbytes for portion in self.ahead)
+        )
 
     @property
     def arena_bytes(self) -> int:
@@ -242,6 +249,8 @@ class Delivery:
             "padded": sorted(self.padded),
             "ignored": sorted(self.ignored),
             "prepacked": sorted(entry.name for entry in self.prepacked),
+            "ahead": sorted(name for portion in self.ahead for name in portion.modules),
+            "in_pause": dict(sorted(self.in_pause.items())),
             "loader_bytes": self.loader_bytes,
             "arena_bytes": self.arena_bytes,
             "proof": None if self.proof is None else self.proof.summary(),
@@ -511,6 +520,13 @@ def _delivery_of(
         derived=sorted(made_later),
         tied_names=_tied_names(model, captured.ignored, specs),
     )
+    if settings.in_arenas:
+        sources = {name: targets for name, targets in _sources(captured, module_of).items() if name in names}
+        made.ahead = ahead.portions(made.modules, loader_tensors, sources)
+        made.ahead += [Portion({entry.name: entry.module}, entry.filled, {}, packs=True) for entry in packing if not inside.packs_at_first_use(entry.module, entry.filled)]
+        if made.loader_bytes > settings.loader_bytes:
+            made.in_pause = dict.fromkeys(made.modules, f"the memory beside the model would exceed loader_bytes, {settings.loader_bytes}")
+            made.ahead = [portion for portion in made.ahead if portion.packs]
     made.boxes = _boxes(made, captured, direct, held, device, settings.in_arenas)
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
@@ -623,12 +639,14 @@ DELIVERIES = "delivery by the engine's own loader"
 @dataclass
 class Steps:
     """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose loader tensors do not reach every parameter, before the
-    first version is committed. `process`: brings the loader tensors into the modules. `load`: loads tensors by the engine's own loader;
+    first version is committed. `process`: brings the loader tensors into the modules, of those that are `done` what was made ahead. `aside`:
+    processes a portion of the given tensors into the memory beside the model; None: the engine can't. `load`: loads tensors by the engine's own loader;
     returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it can't be."""
 
     inside: Any
     try_out: Callable[[Delivery], None]
     process: Callable[[Delivery], None]
+    aside: Callable[[Portion, Mapping[str, Any]], None] | None
     load: Callable[[Delivery, Iterable[tuple[str, Any]]], Sequence[str]]
     probe: Callable[[], Probe]
 
@@ -647,6 +665,7 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
             zero_padding(model, made)
             if made.loader_tensors:
                 steps.try_out(made)
+        _try_ahead(made, device, clean, steps)
         if settings.proof == "off":
             return made
         found = made.proof = _prove(model, made, manifest, device, clean, steps)
@@ -663,6 +682,30 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     if not clean:
         zero_padding(model, made)
     return made
+
+
+def _try_ahead(made: Delivery, device: Any, clean: bool, steps: Steps) -> None:
+    """Leaves in `made.ahead` what is right when it is processed while the engine serves; the rest is processed in the pause."""
+    if not made.ahead:
+        return
+    specs = {spec.name: spec for spec in made.tensors}
+
+    why, agree = {"": "this engine processes in the pause only"}, None
+    if clean:
+        why = {"": "it was not tried: the engine serves a version, which would be lost"}
+    elif steps.aside is not None:
+        try:
+            probe = steps.probe()
+            deliver = partial(_deliver, made, device, steps)
+            why = ahead.try_out(made.ahead, deliver, lambda name: proof.values(specs[name], 1, device), steps.aside, probe.run)
+            agree = probe.agree
+        except Exception as error:  # the inside of another version of the engine may differ
+            why = {"": f"it can't be tried: {type(error).__name__}: {error}"}
+    failed = set(why) if agree is None else agree(set(why))
+    for portion in list(made.ahead):
+        if "" in failed or not failed.isdisjoint(portion.modules):
+            made.ahead.remove(portion)
+            made.in_pause.update({name: why.get(name) or why.get("", "another rank processes it in the pause") for name in portion.modules})
 
 
 def _outside_arenas(model: Any, made: Delivery, device: Any) -> dict[str, str]:

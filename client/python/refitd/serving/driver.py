@@ -64,6 +64,10 @@ class Controls(Protocol):
 
     def unregister(self) -> None: ...
 
+    def process_ahead(self, version: int) -> int:
+        """Lets all ranks, while the engine serves, process one more portion of a version that was staged (refitd.serving.ahead). Returns how many
+        are left to be processed so."""
+
     def write(self, version: int, reset_caches: bool) -> None:
         """Drops the caches if asked for, then starts and makes a weight update on all ranks. Returns when the version is in place on
         all ranks; the next call at the latest finishes the update. Raises where the caches stay, before any rank is
@@ -242,6 +246,8 @@ class Driver:
     def _actions_for(self, event: Event) -> list[Action]:
         if isinstance(event, Prepare):
             self._prepare = event
+            if event.flip and self.machine.state is State.SERVING:
+                self._process_ahead(event.version)
             return self.machine.prepare(event.version)
         if isinstance(event, Aborted):
             return self.machine.aborted(event.version, event.dirty, event.reason)
@@ -250,6 +256,17 @@ class Driver:
         if isinstance(event, Reattached):
             return self.machine.reattached(event.weights is Weights.CLEAN)
         return []
+
+    def _process_ahead(self, version: int) -> None:
+        """Lets the ranks process what needs no pause. The steps of the engine in between get four fifths of the time."""
+        try:
+            while not self._closed.is_set():
+                began = time.monotonic()
+                if not self._controls.process_ahead(version):
+                    return
+                self._closed.wait(4 * (time.monotonic() - began))
+        except Exception:
+            logger.exception("refitd: what is left is processed in the pause")
 
     def _do(self, actions: Iterable[Action]) -> None:
         queue = deque(actions)

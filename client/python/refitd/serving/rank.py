@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
@@ -28,8 +28,9 @@ from .._core.tensors import Places, Views, describe
 from ..engine import Aborted, Committed, Draining, Engine, Lost, Prepare, Reattached, Weights
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
 from ..layout import devices
-from ..layout.placement import adopt
+from ..layout.placement import adopt, other_side
 from . import PROOFS, Settings, proof
+from .ahead import Portion
 from .delivery import Delivery, synchronise
 from .proof import Probe, Proof, Prover, token_ids, tokens_for
 
@@ -37,6 +38,8 @@ from .proof import Probe, Proof, Prover, token_ids, tokens_for
 # How long `take` waits for Prepare by default. A trainer that calls the engine itself calls before it begins the update; the driver calls
 # when Prepare has come, and gives a shorter time.
 PREPARE_SECONDS = 120.0
+# How long a rank that serves looks for the Prepare that its driver has got.
+_LOOK_AHEAD_SECONDS = 0.01
 # A rank waits for the outcome this much longer than the time that Prepare gave. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
 
@@ -51,7 +54,7 @@ class Rank:
     """Attaches, takes updates, detaches. Not thread-safe: engines call it on the thread that runs the model.
 
     `clean`: whether the weights are one whole version. `version`: refitd's version that the weights are; None: they are none. `staged`: whether
-    that version arrived while the engine served (Settings.arena).
+    that version arrived while the engine served (Settings.arena). `processed_ahead`: how many modules were post-processed for it meanwhile.
     """
 
     def __init__(
@@ -62,18 +65,22 @@ class Rank:
         clean: bool,
         decide: Callable[[Settings], Delivery],
         process: Callable[[Delivery], None],
+        aside: Callable[[Portion, Mapping[str, Any]], None] | None = None,
         logits: Callable[[], Any] | None = None,
     ) -> None:
-        """`decide`: makes the delivery, once. `process`: brings the loader tensors into the modules, after each version. `logits`: runs the
-        model on fixed tokens, for Settings.logits."""
+        """`decide`: makes the delivery, once. `process`: brings the loader tensors into the modules, after each version. `aside`: processes a
+        portion of the delivery into the memory beside the model. `logits`: runs the model on fixed tokens, for Settings.logits."""
         self.clean = clean
         self.version: int | None = None
         self.staged = False
+        self.processed_ahead = 0
         self.delivery: Delivery | None = None
         self._device = device
         self._client = client
         self._decide = decide
         self._process = process
+        self._aside = aside
+        self._ahead_of: tuple[Prepare, float] | None = None  # whose version the portions that are done hold; how long it may take
         self._logits = logits
         self._member: Engine | None = None
         self._incarnation: int | None = None
@@ -132,6 +139,14 @@ class Rank:
         if version is not None and self.version == version and self.clean:
             return
         prepare = self._await_prepare(member, version, wait_seconds)
+        if self._ahead_of is not None and self._ahead_of[0] is not prepare:
+            self._forget_ahead()
+        try:
+            self._take(member, prepare)
+        finally:
+            self._forget_ahead()
+
+    def _take(self, member: Engine, prepare: Prepare) -> None:
         if self._changed():
             self._refuse_changed(member, prepare)
         synchronise(self._device)
@@ -143,8 +158,33 @@ class Rank:
             raise
         self._await_outcome(member, prepare)
 
+    def ahead(self, version: int) -> int:
+        """Processes one more portion of a version that was staged, while the engine serves; the thread as of `take`. Returns how many are left; 0 also
+        where half of the time has gone in which this rank must answer: the rest is processed in the pause."""
+        member, delivery = self._member, self.delivery
+        if member is None or delivery is None or not delivery.ahead or self._aside is None:
+            return 0
+        left = [portion for portion in delivery.ahead if not portion.done]
+        try:
+            prepare = self._await_prepare(member, version, _LOOK_AHEAD_SECONDS)
+        except DeadlineExceeded:
+            return len(left)
+        member._put_back(prepare)
+        if self._ahead_of is None or self._ahead_of[0] is not prepare:
+            self._forget_ahead()
+            self._ahead_of, left = (prepare, prepare.remaining_seconds), delivery.ahead
+        if not prepare.flip or not left or prepare.remaining_seconds < self._ahead_of[1] / 2:
+            return 0
+        portion = left[0]
+        with other_side(portion.tensors, member.device) as tensors:
+            self._aside(portion, tensors)
+            synchronise(self._device)
+        portion.done = True
+        return len(left) - 1
+
     def detach(self) -> None:
         """Detaches; the model keeps its weights."""
+        self._forget_ahead()
         member, self._member = self._member, None
         if member is not None:
             member.close()
@@ -155,10 +195,17 @@ class Rank:
             "clean": self.clean,
             "version": self.version,
             "staged": self.staged,
+            "processed_ahead": self.processed_ahead,
             "delivery": None if self.delivery is None else self.delivery.summary(),
         }
 
     # ---- inside ----
+
+    def _forget_ahead(self) -> None:
+        """What was made of another version must not get into place (P11)."""
+        self._ahead_of = None
+        for portion in self.delivery.ahead if self.delivery is not None else ():
+            portion.forget()
 
     def _changed(self) -> dict[str, str]:
         """By name, the model's parameters that do not lie in the memory that the daemon writes. On a CPU they are brought back there first, if
@@ -210,10 +257,11 @@ class Rank:
             if event is None:
                 raise DeadlineExceeded(f"{member.label}: no outcome of version {prepare.version} in its time: the weights may be torn")
         if isinstance(event, Committed):
+            ahead = sum(len(portion.modules) for portion in self.delivery.ahead if portion.done) if self.delivery is not None else 0
             self._bring_in(member, event)
             self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
             self._digest = event.digest
-            self.staged = prepare.flip
+            self.staged, self.processed_ahead = prepare.flip, ahead
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "CLEAN"
         self.clean = clean_before and not dirty

@@ -47,6 +47,7 @@ def register() -> None:
     versions.register_backend("refitd", f"{__name__}.backend", "RefitdBackend")
     versions.register_load_format()
     versions.let_wake_up_stay_paused()
+    versions.let_workers_process_ahead()
 
 
 def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
@@ -142,6 +143,9 @@ class OfflineControls:
         llm.start_weight_update(**versions.start_arguments(llm.start_weight_update))
         llm.update_weights({"update_info": LEAVE})
         llm.finish_weight_update()
+
+    def process_ahead(self, version: int) -> int:
+        return max(self._llm.collective_rpc(versions.PROCESS_AHEAD, args=(version,)))
 
     def write(self, version: int, reset_caches: bool) -> None:
         if reset_caches:
@@ -372,6 +376,9 @@ class ServerControls:
         await asyncio.gather(*self._finishing())
         await self._update(LEAVE)
         await engine.finish_weight_update()
+
+    def process_ahead(self, version: int) -> int:
+        return max(self._wait(self._engine.collective_rpc(versions.PROCESS_AHEAD, args=(version,))))
 
     def write(self, version: int, reset_caches: bool) -> None:
         self._wait(self._write(version, reset_caches))

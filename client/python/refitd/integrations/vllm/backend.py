@@ -32,6 +32,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ...errors import FailedPrecondition
+from ...serving.ahead import Portion, as_before, prepack
 from ...serving.delivery import ATTRIBUTE, CONFIGURATION, Delivery, Steps, keep_memory, proved, synchronise, tensors_of, zero_padding
 from ...serving.proof import Probe, token_ids, tokens_for, union_over
 from ...serving.rank import PREPARE_SECONDS, Rank
@@ -78,7 +79,7 @@ class RefitdBackend(WeightTransferEngine):
         self.device: Any = parameters[0].device
         clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
         set_backend(self)
-        self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, logits=self._logits)
+        self.rank = Rank(self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, aside=self._aside, logits=self._logits)
 
     # ---- attaching ----
 
@@ -110,7 +111,7 @@ class RefitdBackend(WeightTransferEngine):
                 culprit="speculative_config",
             )
         manifest = read_manifest(settings.manifest or self._vllm_config.model_config.model)
-        steps = Steps(versions, self._process, self._process, self._load, lambda: self._probe(settings.proof == "require"))
+        steps = Steps(versions, self._process, self._process, self._aside, self._load, lambda: self._probe(settings.proof == "require"))
         return proved(self.model, settings, manifest, self.device, self.rank.clean, steps)
 
     # ---- updates ----
@@ -140,11 +141,29 @@ class RefitdBackend(WeightTransferEngine):
         only if `required`."""
         return probe_of(self.model, self._vllm_config, self.device, thorough=required or self.device.type == "cpu")
 
+    def _aside(self, portion: Portion, tensors: Mapping[str, Any]) -> None:
+        """Processes the portion of these tensors into the memory beside the model."""
+        if portion.packs:
+            prepack(portion, tensors)
+            return
+        with versions.current_config(self._vllm_config), as_before(portion.modules.values()):
+            versions.reload(self.model, self._vllm_config.model_config, self.device, tensors.items(), portion.modules, into=portion.made)
+
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into the modules. Attention comes last: it reads other modules."""
-        with self._derived(delivery), versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
-            if delivery.loader_tensors:
-                versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.loader_tensors.items(), delivery.modules)
+        done = [portion for portion in delivery.ahead if portion.done]
+        ahead = {name: portion for portion in done for name in portion.modules}
+        packed = {name: portion.packed for name, portion in ahead.items()}
+        taken = {name for portion in done if not portion.packs for name in portion.tensors}
+        tensors = {name: tensor for name, tensor in delivery.loader_tensors.items() if name not in taken}
+        modules = {name: module for name, module in delivery.modules.items() if name not in ahead}
+        with self._derived(delivery), versions.prepacked((entry.module, entry.filled, packed.get(entry.name)) for entry in delivery.prepacked):
+            for portion in done:
+                if not portion.packs:
+                    portion.put_in_place()
+                portion.forget()
+            if tensors:
+                versions.reload(self.model, self._vllm_config.model_config, self.device, tensors.items(), modules)
             else:
                 self._process_attention(delivery)
 

@@ -85,6 +85,20 @@ def register_load_format() -> None:
         model_loader.register_model_loader("refitd")(loader_class())
 
 
+def let_workers_process_ahead() -> None:
+    """Adds the method PROCESS_AHEAD to vLLM's workers, for `collective_rpc`, which carries it out between two steps."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def process_ahead(worker: Any, version: int) -> int:
+        backend = backend_here()
+        return 0 if backend is None else int(backend.rank.ahead(version))
+
+    setattr(WorkerBase, PROCESS_AHEAD, process_ahead)
+
+
+PROCESS_AHEAD = "refitd_process_ahead"
+
+
 def init_arguments(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """(parallel config, vLLM's config or None) of a backend's constructor: until 0.24 it got (parallel_config, model), since 0.25
     (vllm_config, device, model)."""
@@ -145,25 +159,48 @@ def is_tied(model: Any, module: Any, name: str) -> bool:
     ) > 1
 
 
-def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any], must: bool = True) -> list[str]:
+class _Layers:
+    """Stands for a model of which a reload sees only these layers."""
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._layers = list(layers)
+
+    def modules(self) -> list[Any]:
+        return self._layers
+
+
+def reload(
+    model: Any,
+    model_config: Any,
+    device: Any,
+    tensors: Iterable[tuple[str, Any]],
+    wanted: Mapping[str, Any],
+    must: bool = True,
+    into: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] | None = None,
+) -> list[str]:
     """Loads `tensors`, in the checkpoint's format, as vLLM's own weight updates do: each layer is filled in the loader's format,
     post-processed, and copied into its old storage. Layers that get no tensor keep theirs.
 
     `wanted`: by name, the layers that must be post-processed. Returns the layers that were not: their loader writes past what vLLM
-    counts, so that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one of them.
+    counts, so that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one of them. `into`: by name
+    of a wanted layer, parameters and buffers that get the result in place of its own, which the caller then gives back to it; `tensors` go
+    to wanted layers only.
     """
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     if device.type == "cpu":
         kernels = _let_experts_prepack(wanted.values())
+    layers = model if into is None else _Layers(wanted.values())
     with torch.device(device):
-        initialize_layerwise_reload(model)
+        initialize_layerwise_reload(layers)
+        for name, result in (into or {}).items():
+            layer_info(wanted[name]).kernel_tensors = result
         try:
             model.load_weights(iter(tensors))
             missed = [name for name, layer in wanted.items() if layer_info(layer).can_load() and layer_info(layer).load_numel <= 0]
         finally:
-            finalize_layerwise_reload(model, model_config)
+            finalize_layerwise_reload(layers, model_config)
     if device.type == "cpu":
         for method, kernel in kernels:
             if method.moe_kernel is None:
@@ -195,28 +232,39 @@ def only_prepacks(layer: Any) -> bool:
 
 
 @contextmanager
-def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any], tuple[dict[str, Any], dict[str, Any]] | None]]) -> Iterator[None]:
     """Post-processes layers that only prepack, as after they were loaded: their kernels then read a new copy of the given parameters,
     which have the loader's format. Within the block the layers have what post-processing left of these parameters, for attention layers
-    that read them; afterwards, also after an exception, the parameters that they had before.
+    that read them; afterwards, also after an exception, the parameters that they had before. The third of a layer: what refitd.serving.ahead
+    has packed of these parameters already; None: nothing.
 
     The packed copy of an embedding is read only where the embedding is the output layer as well. So embeddings are prepacked when their
     copy is first read.
     """
     before = []
     try:
-        for layer, filled in layers:
+        for layer, filled, packed in layers:
             own = dict(layer._parameters)
-            if type(layer).__name__ == "VocabParallelEmbedding" and all(own[name] is filled[name] for name in filled):
+            if packs_at_first_use(layer, filled):
                 layer.cpu_linear = functools.partial(_prepack_at_first_use, layer)
                 continue
             before.append((layer, own))
             layer._parameters.update(filled)
-            layer.quant_method.process_weights_after_loading(layer)
+            if packed is None:
+                layer.quant_method.process_weights_after_loading(layer)
+            else:
+                replaced, left = packed
+                vars(layer).update(replaced)
+                layer._parameters.update(left)
         yield
     finally:
         for layer, own in before:
             layer._parameters.update(own)
+
+
+def packs_at_first_use(layer: Any, filled: Mapping[str, Any]) -> bool:
+    """Whether prepacked() leaves the layer, which the daemon fills in place, to its first use."""
+    return type(layer).__name__ == "VocabParallelEmbedding" and all(layer._parameters[name] is filled[name] for name in filled)
 
 
 def _prepack_at_first_use(layer: Any, *arguments: Any) -> Any:
