@@ -112,6 +112,9 @@ class Controls:
         self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None
         self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
 
+    def busy(self) -> bool:
+        return True
+
     def process_ahead(self, version: int) -> int:
         return 0  # what must be processed is processed in the pause
 

@@ -523,7 +523,12 @@ def _delivery_of(
     if settings.in_arenas:
         sources = {name: targets for name, targets in _sources(captured, module_of).items() if name in names}
         made.ahead = ahead.portions(made.modules, loader_tensors, sources)
-        made.ahead += [Portion({entry.name: entry.module}, entry.filled, {}, packs=True) for entry in packing if not inside.packs_at_first_use(entry.module, entry.filled)]
+        made.ahead += [Portion({entry.name: entry.module}, entry.filled, {}, packs=True) for entry in packing]
+        if device.type == "cpu":
+            tied = {id(module) for module in made.tied if inside.only_prepacks(module)}
+            for name, module in model.named_modules():
+                if id(module) in tied:
+                    made.ahead.append(Portion({name: module}, {own: t for own, t in module._parameters.items() if t is not None}, {}, packs=True))
         if made.loader_bytes > settings.loader_bytes:
             made.in_pause = dict.fromkeys(made.modules, f"the memory beside the model would exceed loader_bytes, {settings.loader_bytes}")
             made.ahead = [portion for portion in made.ahead if portion.packs]

@@ -64,6 +64,9 @@ class Controls(Protocol):
 
     def unregister(self) -> None: ...
 
+    def busy(self) -> bool:
+        """Whether there are requests to compute."""
+
     def process_ahead(self, version: int) -> int:
         """Lets all ranks, while the engine serves, process one more portion of a version that was staged (refitd.serving.ahead). Returns how many
         are left to be processed so."""
@@ -258,13 +261,14 @@ class Driver:
         return []
 
     def _process_ahead(self, version: int) -> None:
-        """Lets the ranks process what needs no pause. The steps of the engine in between get four fifths of the time."""
+        """Lets the ranks process what needs no pause. Where there are requests, the engine's steps get four fifths of the time."""
         try:
             while not self._closed.is_set():
                 began = time.monotonic()
                 if not self._controls.process_ahead(version):
                     return
-                self._closed.wait(4 * (time.monotonic() - began))
+                if self._controls.busy():
+                    self._closed.wait(4 * (time.monotonic() - began))
         except Exception:
             logger.exception("refitd: what is left is processed in the pause")
 

@@ -144,6 +144,9 @@ class OfflineControls:
         llm.update_weights({"update_info": LEAVE})
         llm.finish_weight_update()
 
+    def busy(self) -> bool:
+        return False  # `generate` does not run
+
     def process_ahead(self, version: int) -> int:
         return max(self._llm.collective_rpc(versions.PROCESS_AHEAD, args=(version,)))
 
@@ -376,6 +379,9 @@ class ServerControls:
         await asyncio.gather(*self._finishing())
         await self._update(LEAVE)
         await engine.finish_weight_update()
+
+    def busy(self) -> bool:
+        return bool(self._engine.output_processor.has_unfinished_requests())
 
     def process_ahead(self, version: int) -> int:
         return max(self._wait(self._engine.collective_rpc(versions.PROCESS_AHEAD, args=(version,))))

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -144,7 +145,8 @@ class RefitdBackend(WeightTransferEngine):
     def _aside(self, portion: Portion, tensors: Mapping[str, Any]) -> None:
         """Processes the portion of these tensors into the memory beside the model."""
         if portion.packs:
-            prepack(portion, tensors)
+            if not any(map(versions.is_unused, portion.modules.values())):
+                prepack(portion, tensors)
             return
         with versions.current_config(self._vllm_config), as_before(portion.modules.values()):
             versions.reload(self.model, self._vllm_config.model_config, self.device, tensors.items(), portion.modules, into=portion.made)
@@ -153,11 +155,12 @@ class RefitdBackend(WeightTransferEngine):
         """Brings what the daemon wrote beside the modules into the modules. Attention comes last: it reads other modules."""
         done = [portion for portion in delivery.ahead if portion.done]
         ahead = {name: portion for portion in done for name in portion.modules}
-        packed = {name: portion.packed for name, portion in ahead.items()}
+        packed = {id(module): portion.packed for portion in done for module in portion.modules.values()}
         taken = {name for portion in done if not portion.packs for name in portion.tensors}
         tensors = {name: tensor for name, tensor in delivery.loader_tensors.items() if name not in taken}
         modules = {name: module for name, module in delivery.modules.items() if name not in ahead}
-        with self._derived(delivery), versions.prepacked((entry.module, entry.filled, packed.get(entry.name)) for entry in delivery.prepacked):
+        filled = ((entry.module, entry.filled, packed.get(id(entry.module))) for entry in delivery.prepacked)
+        with self._derived(delivery, packed), versions.prepacked(filled):
             for portion in done:
                 if not portion.packs:
                     portion.put_in_place()
@@ -180,15 +183,19 @@ class RefitdBackend(WeightTransferEngine):
             return versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
 
     @contextmanager
-    def _derived(self, delivery: Delivery) -> Iterator[None]:
-        """Around a block that processes modules: what attention and tied modules derive is put into its old memory."""
+    def _derived(self, delivery: Delivery, packed: Mapping[int, Any] = MappingProxyType({})) -> Iterator[None]:
+        """Around a block that processes modules: what attention and tied modules derive is put into its old memory. `packed`: by id of a
+        module, Portion.packed."""
         with versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
             yield
             for layer, before in memories:
                 keep_memory(layer, before)
             for layer in delivery.tied:
-                layer.quant_method.process_weights_after_loading(layer)
+                if packed.get(id(layer)) is None:
+                    layer.quant_method.process_weights_after_loading(layer)
+                else:
+                    vars(layer).update(packed[id(layer)][0])
 
     def _process_attention(self, delivery: Delivery) -> None:
         """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without a reload, this does."""

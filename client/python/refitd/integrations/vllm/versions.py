@@ -245,7 +245,7 @@ def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any], tuple[dict[str, Any
     try:
         for layer, filled, packed in layers:
             own = dict(layer._parameters)
-            if packs_at_first_use(layer, filled):
+            if packed is None and type(layer).__name__ == "VocabParallelEmbedding" and all(own[name] is filled[name] for name in filled):
                 layer.cpu_linear = functools.partial(_prepack_at_first_use, layer)
                 continue
             before.append((layer, own))
@@ -262,9 +262,9 @@ def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any], tuple[dict[str, Any
             layer._parameters.update(own)
 
 
-def packs_at_first_use(layer: Any, filled: Mapping[str, Any]) -> bool:
-    """Whether prepacked() leaves the layer, which the daemon fills in place, to its first use."""
-    return type(layer).__name__ == "VocabParallelEmbedding" and all(layer._parameters[name] is filled[name] for name in filled)
+def is_unused(layer: Any) -> bool:
+    """Whether the packed copy of an embedding has not been read since the last version."""
+    return getattr(getattr(layer, "cpu_linear", None), "func", None) is _prepack_at_first_use
 
 
 def _prepack_at_first_use(layer: Any, *arguments: Any) -> Any:
