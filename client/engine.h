@@ -105,8 +105,8 @@ struct EngineOptions {
 
 struct Prepare {
   Version version;
-  std::chrono::milliseconds remaining{0};
-  int64_t tensor_count = 0;  // 0: unknown
+  std::chrono::milliseconds remaining{0};  // of the update; with `flip` until Ready is due
+  int64_t tensor_count = 0;                // 0: unknown
   // The version lies in the backs of the rank's arenas already: Ready puts it into place, and all
   // that the rank has to wait for is its own device's work.
   bool flip = false;

@@ -712,7 +712,7 @@ typedef struct refit_event {
   int32_t kind;
   int32_t dirty; /* ABORTED: the instance has no version until the next commit */
   int64_t version;
-  int64_t remaining_ms; /* PREPARE: what remains of the update */
+  int64_t remaining_ms; /* PREPARE: what remains of the update; with `flip` until Ready is due */
   int64_t tensor_count; /* PREPARE: tensors that the update brings; 0: unknown */
   uint64_t update_id;   /* PART */
   int64_t part;         /* PART */

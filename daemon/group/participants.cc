@@ -94,7 +94,7 @@ bool UpdateParticipants::HasToFlip() const {
 }
 
 void UpdateParticipants::Flip() {
-  const Duration remaining = update_.deadline - out_.now();
+  const Duration remaining = update_.ready_deadline - out_.now();
   for (Participant& participant : all_) {
     if (!participant.shadowed || participant.evicted) continue;
     participant.unready = participant.members.size();

@@ -44,7 +44,7 @@ class Weights(IntEnum):
 class Prepare:
     """An update begins: stop reading the weights, synchronise the device, then call ready().
 
-    `remaining_seconds`: how long the update may take from now. `tensor_count`: how many tensors the trainer's ranks
+    `remaining_seconds`: how long the update may take from now, and with `flip` how long ready(). `tensor_count`: how many tensors the trainer's ranks
     announced together; None: they did not.
     `flip`: the version lies in the other side of the engine's arena, complete and verified; ready() puts it into place.
     """

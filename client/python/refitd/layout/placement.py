@@ -183,7 +183,7 @@ def _capacities(device: str | None, whole: int) -> Iterator[int]:
         nbytes = whole // MOST_ARENAS
         if MOST_BYTES is not None:
             nbytes = MOST_BYTES
-        elif kind is None:
+        elif kind is None or device is None:
             nbytes = max(nbytes, HOST_BYTES)
         else:
             kind.synchronize_all(device)

@@ -670,7 +670,7 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
             zero_padding(model, made)
             if made.loader_tensors:
                 steps.try_out(made)
-        _try_ahead(made, device, clean, steps)
+        _try_ahead(made, settings, device, clean, steps)
         if settings.proof == "off":
             return made
         found = made.proof = _prove(model, made, manifest, device, clean, steps)
@@ -689,28 +689,30 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     return made
 
 
-def _try_ahead(made: Delivery, device: Any, clean: bool, steps: Steps) -> None:
+def _try_ahead(made: Delivery, settings: Settings, device: Any, clean: bool, steps: Steps) -> None:
     """Leaves in `made.ahead` what is right when it is processed while the engine serves; the rest is processed in the pause."""
     if not made.ahead:
         return
     specs = {spec.name: spec for spec in made.tensors}
-
-    why, agree = {"": "this engine processes in the pause only"}, None
-    if clean:
+    why = {"": "this engine processes in the pause only"}
+    agree: Callable[[set[str]], set[str]] | None = None
+    if settings.proof == "off":
+        why = {"": "it was not tried: the proof is off"}
+    elif clean:
         why = {"": "it was not tried: the engine serves a version, which would be lost"}
     elif steps.aside is not None:
         try:
             probe = steps.probe()
+            agree = probe.agree
             deliver = partial(_deliver, made, device, steps)
             why = ahead.try_out(made.ahead, deliver, lambda name: proof.values(specs[name], 1, device), steps.aside, probe.run)
-            agree = probe.agree
         except Exception as error:  # the inside of another version of the engine may differ
             why = {"": f"it can't be tried: {type(error).__name__}: {error}"}
     failed = set(why) if agree is None else agree(set(why))
     for portion in list(made.ahead):
         if "" in failed or not failed.isdisjoint(portion.modules):
             made.ahead.remove(portion)
-            made.in_pause.update({name: why.get(name) or why.get("", "another rank processes it in the pause") for name in portion.modules})
+            made.in_pause.update({name: why.get(name, why.get("", "another rank processes it in the pause")) for name in portion.modules})
 
 
 def _outside_arenas(model: Any, made: Delivery, device: Any) -> dict[str, str]:

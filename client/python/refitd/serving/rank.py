@@ -80,7 +80,8 @@ class Rank:
         self._decide = decide
         self._process = process
         self._aside = aside
-        self._ahead_of: tuple[Prepare, float] | None = None  # whose version the portions that are done hold; how long it may take
+        self._ahead_of: Prepare | None = None  # whose version the portions that are done hold
+        self._ahead_until = 0.0  # on the monotonic clock
         self._logits = logits
         self._member: Engine | None = None
         self._incarnation: int | None = None
@@ -139,7 +140,7 @@ class Rank:
         if version is not None and self.version == version and self.clean:
             return
         prepare = self._await_prepare(member, version, wait_seconds)
-        if self._ahead_of is not None and self._ahead_of[0] is not prepare:
+        if self._ahead_of is not prepare:
             self._forget_ahead()
         try:
             self._take(member, prepare)
@@ -170,10 +171,10 @@ class Rank:
         except DeadlineExceeded:
             return len(left)
         member._put_back(prepare)
-        if self._ahead_of is None or self._ahead_of[0] is not prepare:
+        if self._ahead_of is not prepare:
             self._forget_ahead()
-            self._ahead_of, left = (prepare, prepare.remaining_seconds), delivery.ahead
-        if not prepare.flip or not left or prepare.remaining_seconds < self._ahead_of[1] / 2:
+            self._ahead_of, self._ahead_until, left = prepare, time.monotonic() + prepare.remaining_seconds / 2, delivery.ahead
+        if not prepare.flip or not left or time.monotonic() > self._ahead_until:
             return 0
         portion = left[0]
         with other_side(portion.tensors, member.device) as tensors:

@@ -148,7 +148,7 @@ class OfflineControls:
         return False  # `generate` does not run
 
     def process_ahead(self, version: int) -> int:
-        return max(self._llm.collective_rpc(versions.PROCESS_AHEAD, args=(version,)))
+        return max(map(int, self._llm.collective_rpc(versions.PROCESS_AHEAD, args=(version,))))
 
     def write(self, version: int, reset_caches: bool) -> None:
         if reset_caches:
@@ -384,7 +384,7 @@ class ServerControls:
         return bool(self._engine.output_processor.has_unfinished_requests())
 
     def process_ahead(self, version: int) -> int:
-        return max(self._wait(self._engine.collective_rpc(versions.PROCESS_AHEAD, args=(version,))))
+        return max(map(int, self._wait(self._engine.collective_rpc(versions.PROCESS_AHEAD, args=(version,)))))
 
     def write(self, version: int, reset_caches: bool) -> None:
         self._wait(self._write(version, reset_caches))
