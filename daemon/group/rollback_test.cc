@@ -594,6 +594,8 @@ TEST_CASE("while the version before is held, the next update waits and says for 
   }
   SECTION("until it is released, by a trainer or an operator") {
     const CallId call = g.Begin(begin);
+    CHECK(g.group.ViewLatest(g.now)->waits_for ==
+          "version 1, which is held for 60 s more, to be released");
     const bool of_trainer = GENERATE(false, true);
     CHECK(g.Code(g.ReleasePrevious(of_trainer ? g.trainer : MemberId())) == kOk);
     CHECK(g.Code(call) == kOk);
