@@ -44,6 +44,7 @@ std::string HumanBytes(int64_t bytes) { return Scaled(static_cast<double>(bytes)
 std::string HumanRate(double bytes_per_second) { return Scaled(bytes_per_second, "/s"); }
 
 std::string HumanSeconds(double seconds) {
+  if (seconds > 0 && seconds < 0.00995) return fmt::format("{:.2f} ms", seconds * 1000);
   if (seconds < 0.9995) return fmt::format("{:.0f} ms", seconds * 1000);
   if (seconds < 59.995) return fmt::format("{:.2f} s", seconds);
   const auto whole = static_cast<int64_t>(std::llround(seconds));
