@@ -537,7 +537,7 @@ Failure group::SuspectAwaited(const Update& update, const Membership& members) {
 }
 
 // Names who is waited for now, for messages (P4).
-std::string Group::Impl::WaitedFor() const {
+std::string Group::Impl::WaitedFor(TimePoint now) const {
   switch (update->state) {
     case UpdateState::kOpening: {
       std::vector<std::string> missing;
@@ -545,7 +545,7 @@ std::string Group::Impl::WaitedFor() const {
       if (missing.empty() && (CatchUpRuns() || compiler.busy())) {
         missing.emplace_back("the program to be compiled");
       }
-      if (missing.empty() && rollback.Holds()) missing.push_back(rollback.Describe());
+      if (missing.empty() && rollback.Holds()) missing.push_back(rollback.Describe(now));
       return group::Few(missing);
     }
     case UpdateState::kPreparing: {

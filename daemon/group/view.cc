@@ -102,7 +102,7 @@ std::optional<UpdateView> Group::ViewLatest(TimePoint now) const {
   UpdateView view = group::ViewOf(*g.update);
   view.elapsed = now - g.update->started;
   view.remaining = std::max(g.update->deadline - now, Duration(0));
-  view.waits_for = g.WaitedFor();
+  view.waits_for = g.WaitedFor(now);
   return view;
 }
 

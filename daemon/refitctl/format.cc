@@ -141,6 +141,7 @@ std::string ProgressLine(std::string_view label, int64_t bytes, int64_t total_by
   } else {
     line += fmt::format(" {}", HumanBytes(bytes));
   }
+  if (total_bytes > 0 && bytes >= total_bytes) return line;  // the rate falls while no byte moves
   if (meter.bytes_per_second() > 0) line += "  " + HumanRate(meter.bytes_per_second());
   if (const auto left = meter.SecondsLeft(total_bytes)) {
     line += fmt::format("  {} left", HumanSeconds(*left));
