@@ -80,7 +80,8 @@ void LogEnd(const group::Update& update, Outcome outcome, const std::string& rea
 
 // Describes an update that ended at `now`.
 UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& reason,
-                  const Failure& failure, TimePoint now) {
+                  const Failure& failure, const std::vector<InstanceOutcome>& instances,
+                  TimePoint now) {
   UpdateEnded ended;
   ended.update = u.id;
   ended.version = u.version;
@@ -90,7 +91,7 @@ UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& re
   ended.catch_up = u.catch_up.has_value();
   ended.gave_way = ended.catch_up && u.catch_up->gave_way;
   ended.rollback = u.content.has_value();
-  ended.flip_backs = u.participants.FlipBacks();
+  ended.instances = instances;
   ended.bytes = ended.catch_up ? u.participants.WrittenBytes() : u.push.accepted_bytes();
   ended.total = now - u.started;
   ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
@@ -440,7 +441,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   last.instances = outcomes;
   last.elapsed = out.now() - update->started;
   history.Add(std::move(last), PastUpdate{outcome, text, failure});
-  UpdateEnded ended = Ended(*update, outcome, reason, failure, out.now());
+  UpdateEnded ended = Ended(*update, outcome, reason, failure, outcomes, out.now());
   if (!CatchUpRuns()) ended.pushed = bucket_log.Totals();
   LogEnd(*update, outcome, reason, &out);
   ended.remains = update->coverage.TakeRemains();
@@ -536,7 +537,7 @@ Failure group::SuspectAwaited(const Update& update, const Membership& members) {
 }
 
 // Names who is waited for now, for messages (P4).
-std::string Group::Impl::WaitedFor() const {
+std::string Group::Impl::WaitedFor(TimePoint now) const {
   switch (update->state) {
     case UpdateState::kOpening: {
       std::vector<std::string> missing;
@@ -544,7 +545,7 @@ std::string Group::Impl::WaitedFor() const {
       if (missing.empty() && (CatchUpRuns() || compiler.busy())) {
         missing.emplace_back("the program to be compiled");
       }
-      if (missing.empty() && rollback.Holds()) missing.push_back(rollback.Describe());
+      if (missing.empty() && rollback.Holds()) missing.push_back(rollback.Describe(now));
       return group::Few(missing);
     }
     case UpdateState::kPreparing: {

@@ -272,9 +272,10 @@ void Group::Impl::On(const Tick&) {
       // The transfers that still run may touch one instance only, or belong to a daemon that is
       // silent. The other members need not stay paused for them.
       update->cleanup_logged = true;
-      out.Log(LogLine::kError,
-              fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
-                          update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
+      out.Log(
+          LogLine::kError,
+          fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
+                      update->version, group::Seconds(limits.cleanup_limit), WaitedFor(out.now())));
       update->participants.Abort(/*quiet=*/true, update->give_up.reason, update->give_up.failure);
       out.Do(CleanUpOverdue{update->id});
       out.Changed();
@@ -283,10 +284,10 @@ void Group::Impl::On(const Tick&) {
     TickUpdate();
   }
   if (catch_up.any_overdue()) {
-    catch_up.RefuseOverdue(
-        WithFailure(Error(absl::StatusCode::kDeadlineExceeded,
-                          "the catch-up that runs did not end in time: waited for {}", WaitedFor()),
-                    group::SuspectAwaited(*update, members)));
+    catch_up.RefuseOverdue(WithFailure(
+        Error(absl::StatusCode::kDeadlineExceeded,
+              "the catch-up that runs did not end in time: waited for {}", WaitedFor(out.now())),
+        group::SuspectAwaited(*update, members)));
   }
   catch_up.LookIfDue();
   slots.RefuseOverdue();
@@ -301,7 +302,7 @@ void Group::Impl::TickUpdate() {
   if (out.now() >= update->deadline) {
     Abandon({fmt::format("the update's deadline passed after {} (Begin's duration, else "
                          "limits.default_duration_ms): waited for {}",
-                         group::Seconds(update->deadline - update->started), WaitedFor()),
+                         group::Seconds(update->deadline - update->started), WaitedFor(out.now())),
              GiveUpClass::kDeadline, group::SuspectAwaited(*update, members), kDeadline, kDeadline,
              kDeadline, kDeadline});
     return;
@@ -324,7 +325,7 @@ void Group::Impl::TickUpdate() {
   if (const std::optional<TimePoint> idle = IdleDeadline();
       idle.has_value() && *idle <= out.now()) {
     Abandon({fmt::format("no call from any trainer rank for {} (limits.idle_ms): waited for {}",
-                         group::Seconds(limits.idle_limit), WaitedFor()),
+                         group::Seconds(limits.idle_limit), WaitedFor(out.now())),
              GiveUpClass::kDeadline, group::SuspectAwaited(*update, members)});
   }
 }

@@ -272,6 +272,9 @@ struct InstanceOutcome {
   bool committed = false;
   std::string reason;
   Failure failure{};  // of an instance that was not committed
+  bool shadowed = false;
+  bool flipped_back = false;        // it was sent Aborted after a Prepare with flip
+  std::optional<Duration> pause{};  // from Prepare to its outcome; nullopt: not both were sent
 };
 
 struct BeginReply {
@@ -883,7 +886,7 @@ struct UpdateEnded {
   // instances changed.
   bool gave_way = false;
   bool rollback = false;
-  int flip_backs = 0;  // instances that were sent Aborted after a Prepare with flip
+  std::vector<InstanceOutcome> instances{};
   // Records that the group needs no more. Freeing those of a large model takes long, so the caller
   // that performs the action frees them where nothing waits.
   std::shared_ptr<const void> remains{};
@@ -964,6 +967,7 @@ struct UpdateView {
   std::optional<Version> content;             // a rollback's
   std::vector<std::string> source_instances;  // a catch-up's: the instances that give
   LeftOut left_out;                           // so far
+  std::string waits_for;                      // a running one's: who is waited for now
 };
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {

@@ -187,7 +187,7 @@ struct Group::Impl {
                  const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
   void HoldPrevious();
-  std::string WaitedFor() const;
+  std::string WaitedFor(TimePoint now) const;
 
   group::Outbox out;
   // Constant after construction.

@@ -26,9 +26,7 @@ UpdateView group::ViewOf(const Update& u) {
   }
   view.content = u.content;
   view.left_out = u.catch_up.has_value() ? LeftOut() : u.coverage.FindLeftOut();
-  for (const Participant& p : u.participants.all()) {
-    view.instances.push_back({p.instance, false, p.reason});
-  }
+  view.instances = u.participants.OutcomesSoFar();
   return view;
 }
 
@@ -104,6 +102,7 @@ std::optional<UpdateView> Group::ViewLatest(TimePoint now) const {
   UpdateView view = group::ViewOf(*g.update);
   view.elapsed = now - g.update->started;
   view.remaining = std::max(g.update->deadline - now, Duration(0));
+  view.waits_for = g.WaitedFor(now);
   return view;
 }
 

@@ -82,6 +82,19 @@ void PerformSend(DaemonState& state, GroupRecord* group, SendReport a, StateLock
   });
 }
 
+void CountReleased(const DaemonState& state, const GroupRecord& group, const UpdateEnded& ended)
+    ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
+  if (state.options.observer == nullptr) return;
+  for (const InstanceOutcome& instance : ended.instances) {
+    if (!instance.pause.has_value()) continue;
+    const FlipEnd flip = instance.flipped_back                     ? FlipEnd::kBack
+                         : instance.shadowed && instance.committed ? FlipEnd::kCommitted
+                                                                   : FlipEnd::kNone;
+    state.options.observer->InstanceReleased(group.name(), instance.instance, *instance.pause,
+                                             flip);
+  }
+}
+
 void CountCatchUp(const DaemonState& state, const GroupRecord& group, const UpdateEnded& ended)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
   if (state.options.observer == nullptr) return;
@@ -109,7 +122,6 @@ void Count(const DaemonState& state, const GroupRecord& group, const UpdateEnded
   report.total = ended.total;
   report.bytes = ended.bytes;
   report.rollback = ended.rollback;
-  report.flip_backs = ended.flip_backs;
   for (const BroadcastTotals& totals : ended.pushed) {
     // kAuto, the first value, is left out: the used method is always known.
     const size_t at = static_cast<size_t>(totals.method) - 1;
@@ -206,6 +218,7 @@ struct Performer {
     state.data_plane->GiveUpCommunicators(*group, lock);
     // Unknown: this daemon had a share only; the coordinator counts the update.
     if (a.outcome == Outcome::kUnknown) return;
+    CountReleased(state, *group, a);
     if (a.catch_up) return CountCatchUp(state, *group, a);
     group->broadcasts = false;
     AuditUpdate(state, *group, a);

@@ -143,6 +143,12 @@ TEST_CASE("a rank that can't flip makes all flip back, to the version before") {
     CHECK_FALSE(rank->seen().aborted.dirty);
     CHECK(rank->engine().version() == Version(1));
   }
+  const v1::UpdateStatus update = f.daemon.Status().groups(0).update();
+  REQUIRE(update.instances_size() == 2);
+  for (const v1::InstanceResult& instance : update.instances()) {
+    CHECK(instance.flipped_back());
+    CHECK(instance.pause_seconds() > 0);
+  }
   f.b1.Flip(Rank::Flips::kWell);
   f.Installed(3);
   f.Installed(4);
@@ -348,6 +354,9 @@ TEST_CASE("an operator rolls back, and in-place engines catch up from those that
   REQUIRE(done.status.ok());
   CHECK(done.response.version() == 3);
   CHECK(done.response.content_version() == 1);
+  REQUIRE(done.response.instances_size() == 1);
+  CHECK(done.response.instances(0).shadowed());
+  CHECK(done.response.instances(0).pause_seconds() > 0);
   Committed(&a, 3);
   Committed(&p, 3);  // by a catch-up
   CHECK(p.seen().content == Version(1));
