@@ -4,6 +4,7 @@ import threading
 import time
 import types
 import unittest
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from refitd.layout.shards import collect  # noqa: E402
 from refitd.serving import Settings  # noqa: E402
 from refitd.serving.ahead import Portion, as_before, portions, prepack, try_out  # noqa: E402
 from refitd.serving.delivery import Delivery  # noqa: E402
+from refitd.serving.driver import Driver  # noqa: E402
 from refitd.serving.rank import Rank  # noqa: E402
 from support import SECONDS, DaemonTest  # noqa: E402
 from torch import nn  # noqa: E402
@@ -30,7 +32,7 @@ class Doubling(nn.Module):
         self.register_buffer("scratch", torch.ones(1), persistent=False)
 
     def forward(self):
-        return self.weight * self.scale
+        return self.weight * self.scale * self.scratch
 
 
 def process(module, weight):
@@ -40,11 +42,11 @@ def process(module, weight):
 class Tried:
     """A model of one module, as try_out sees it. `aside`: what processes a portion."""
 
-    def __init__(self, aside):
+    def __init__(self, aside, run=None):
         self.module = Doubling()
         self.loaded = torch.zeros(4)
         self.portion = portions({"m": self.module}, {"w": self.loaded}, {"w": {id(self.module)}})[0]
-        self.why = try_out([self.portion], self.deliver, self.values, lambda portion, tensors: aside(self, portion, tensors), self.module)
+        self.why = try_out([self.portion], self.deliver, self.values, lambda portion, tensors: aside(self, portion, tensors), run or self.module)
 
     @staticmethod
     def values(name, seed=1):
@@ -62,9 +64,18 @@ def right(tried, portion, tensors):
     portion.made["m"][0]["weight"].copy_(2 * tensors["w"])
 
 
-def changes_what_serves(tried, portion, tensors):
+def changes_what_it_holds(tried, portion, tensors):
     right(tried, portion, tensors)
     tried.module.scale.fill_(3)
+
+
+def changes_what_serves(tried, portion, tensors):
+    right(tried, portion, tensors)
+    tried.module.scratch.fill_(3)
+
+
+def makes_something_else(tried, portion, tensors):
+    portion.made["m"][0]["weight"].copy_(tensors["w"])
 
 
 def reads_what_is_gone(tried, portion, tensors):
@@ -87,6 +98,8 @@ class PortionsTest(unittest.TestCase):
     def test_what_is_made_is_put_where_the_kernel_reads(self):
         module = Doubling()
         (portion,) = portions({"m": module}, {}, {})
+        self.assertEqual(portion.nbytes, 4 * 4 + 4)
+        portion.allocate()
         parameters, buffers = portion.made["m"]
         self.assertEqual(set(buffers), {"scale"})  # no loader fills the other
         parameters["weight"].fill_(7)
@@ -121,7 +134,7 @@ class PortionsTest(unittest.TestCase):
 
         module.quant_method = types.SimpleNamespace(process_weights_after_loading=pack)
         weight = module.weight
-        portion = Portion({"m": module}, {"weight": weight}, {}, packs=True)
+        portion = Portion({"m": module}, {"weight": weight}, packs=True)
         prepack(portion, {"weight": torch.ones(4)})
         self.assertIs(module.weight, weight)
         self.assertFalse(hasattr(module, "copy"))
@@ -130,9 +143,42 @@ class PortionsTest(unittest.TestCase):
 
     def test_a_trial_finds_what_is_not_right_ahead(self):
         self.assertEqual(Tried(right).why, {})
+        self.assertIn("changes what it holds", Tried(changes_what_it_holds).why["m"])
         self.assertIn("changes what the engine computes", Tried(changes_what_serves).why[""])
-        self.assertIn("computes something else", Tried(reads_what_is_gone).why[""])
-        self.assertEqual(Tried(fails).why, {"m": "can't be processed beside the model: ValueError: no kernel"})
+        self.assertIn("becomes something else", Tried(makes_something_else).why["m"])
+        self.assertIn("becomes something else", Tried(reads_what_is_gone).why["m"])
+        self.assertEqual(Tried(fails).why, {"m": "can't be tried: ValueError: no kernel"})
+
+    def test_a_trial_of_which_nothing_is_seen_shows_nothing(self):
+        for made in (torch.ones(3), torch.full((3,), torch.nan)):
+            self.assertIn("shows nothing", Tried(right, lambda made=made: made).why[""])
+        self.assertEqual(Tried(right, lambda: None).why, {})  # a rank that gets no result
+
+
+class DriverTest(unittest.TestCase):
+    """How a driver lets ranks process ahead, with `left` portions; None: there always is one."""
+
+    def calls(self, remaining_seconds, left, busy=False):
+        answers = iter(range(left - 1, -1, -1)) if left is not None else iter(lambda: 1, 0)
+        controls = mock.Mock(busy=lambda: busy, process_ahead=mock.Mock(side_effect=answers))
+        driver = Driver(controls, Settings.of({"group": "g", "instance": "a"}, {}), world_size=1, clean=True, device="cpu")
+        driver._process_ahead(refitd.Prepare(7, remaining_seconds, None, True, None))
+        return controls.process_ahead.call_args_list
+
+    def test_all_portions_are_processed(self):
+        self.assertEqual(self.calls(SECONDS, 3), [mock.call(7)] * 3)
+        self.assertEqual(self.calls(SECONDS, 3, busy=True), [mock.call(7)] * 3)
+
+    def test_the_time_ends_it(self):
+        self.assertEqual(self.calls(0, 3), [])
+        self.assertGreater(len(self.calls(0.1, None)), 0)
+
+    def test_an_engine_that_fails_ends_it(self):
+        controls = mock.Mock(process_ahead=mock.Mock(side_effect=RuntimeError))
+        driver = Driver(controls, Settings.of({"group": "g", "instance": "a"}, {}), world_size=1, clean=True, device="cpu")
+        with self.assertLogs("vllm.refitd"):
+            driver._process_ahead(refitd.Prepare(7, SECONDS, None, True, None))
+        controls.process_ahead.assert_called_once()
 
 
 class RankTest(DaemonTest):
@@ -144,6 +190,7 @@ class RankTest(DaemonTest):
         (self.loaded,) = empty_in_arena([((4,), "float32")], torch.device("cpu"))
         layout = collect({"w": self.loaded})
         self.portions = portions({"m": self.module}, {"w": self.loaded}, {"w": {id(self.module)}})
+        self.portions[0].allocate()
         self.delivery = Delivery(
             [], {"m.weight": "is doubled"}, [], [], [], {"w": self.loaded}, layout.tensors, layout.boxes, [], {"m": self.module}, [], [], [], ahead=self.portions
         )
@@ -160,13 +207,11 @@ class RankTest(DaemonTest):
         self.rank.attach(settings, "a", 0, 1, dirty=False)
 
     def process(self, delivery):
-        for portion in delivery.ahead:
-            if portion.done:
-                portion.put_in_place()
-                portion.forget()
-            else:
-                self.in_pause += 1
-                self.module.weight.copy_(2 * self.loaded)
+        if delivery.ahead and delivery.ahead[0].done:
+            delivery.ahead[0].put_in_place()
+        else:
+            self.in_pause += 1
+            self.module.weight.copy_(2 * self.loaded)
 
     def begin(self, version):
         """Begins the update to weights of that value; returns the thread of the refit."""
@@ -199,6 +244,19 @@ class RankTest(DaemonTest):
             refit.join(SECONDS)
             self.assertEqual(self.module.weight.tolist(), [2.0 * version] * 4)
             self.assertEqual((self.rank.processed_ahead, self.rank.staged, self.in_pause), (1, True, 0))
+
+    def test_a_portion_that_fails_is_processed_in_the_pause_from_then_on(self):
+        def fail(portion, tensors):
+            raise RuntimeError("no memory")
+
+        self.rank._aside = fail
+        for version in (1, 2):
+            refit = self.begin(version)
+            self.process_ahead(version)
+            self.rank.take(version, SECONDS)
+            refit.join(SECONDS)
+            self.assertEqual((self.module.weight.tolist(), self.rank.processed_ahead), ([2.0 * version] * 4, 0))
+        self.assertEqual(self.delivery.in_pause, {"m": "failed while the engine served: RuntimeError: no memory"})
 
     def test_what_was_processed_of_an_update_that_was_given_up_gets_nowhere(self):
         other = self.engine(instance="b")

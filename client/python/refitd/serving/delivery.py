@@ -234,6 +234,11 @@ class Delivery:
             + sum(portion.nbytes for portion in self.ahead)
         )
 
+    def process_in_pause(self, portion: Portion, why: str) -> None:
+        """From now on the portion is processed in the pause."""
+        self.ahead.remove(portion)
+        self.in_pause.update(dict.fromkeys(portion.modules, why))
+
     @property
     def arena_bytes(self) -> int:
         """The bytes of one side of the arenas in which the boxes lie, loader tensors included."""
@@ -523,15 +528,13 @@ def _delivery_of(
     if settings.in_arenas:
         sources = {name: targets for name, targets in _sources(captured, module_of).items() if name in names}
         made.ahead = ahead.portions(made.modules, loader_tensors, sources)
-        made.ahead += [Portion({entry.name: entry.module}, entry.filled, {}, packs=True) for entry in packing]
+        made.ahead += [Portion({entry.name: entry.module}, entry.filled, packs=True) for entry in packing]
         if device.type == "cpu":
             tied = {id(module) for module in made.tied if inside.only_prepacks(module)}
             for name, module in model.named_modules():
                 if id(module) in tied:
-                    made.ahead.append(Portion({name: module}, {own: t for own, t in module._parameters.items() if t is not None}, {}, packs=True))
-        if made.loader_bytes > settings.loader_bytes:
-            made.in_pause = dict.fromkeys(made.modules, f"the memory beside the model would exceed loader_bytes, {settings.loader_bytes}")
-            made.ahead = [portion for portion in made.ahead if portion.packs]
+                    own = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
+                    made.ahead.append(Portion({name: module}, own, packs=True))
     made.boxes = _boxes(made, captured, direct, held, device, settings.in_arenas)
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
@@ -670,7 +673,8 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
             zero_padding(model, made)
             if made.loader_tensors:
                 steps.try_out(made)
-        _try_ahead(made, settings, device, clean, steps)
+        if settings.in_arenas:
+            _try_ahead(made, settings, device, clean, steps)
         if settings.proof == "off":
             return made
         found = made.proof = _prove(model, made, manifest, device, clean, steps)
@@ -690,29 +694,34 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
 
 
 def _try_ahead(made: Delivery, settings: Settings, device: Any, clean: bool, steps: Steps) -> None:
-    """Leaves in `made.ahead` what is right when it is processed while the engine serves; the rest is processed in the pause."""
-    if not made.ahead:
-        return
-    specs = {spec.name: spec for spec in made.tensors}
-    why = {"": "this engine processes in the pause only"}
-    agree: Callable[[set[str]], set[str]] | None = None
+    """Leaves in `made.ahead` what is right when it is processed while the engine serves; the rest is processed in the pause. With arenas all
+    ranks that compute together call it, also those without anything to process."""
+    why: dict[str, str] = {}
+    probe = None
     if settings.proof == "off":
-        why = {"": "it was not tried: the proof is off"}
-    elif clean:
-        why = {"": "it was not tried: the engine serves a version, which would be lost"}
-    elif steps.aside is not None:
+        why[""] = "it was not tried: the proof is off"
+    elif steps.aside is None:
+        why[""] = "this engine processes in the pause only"
+    else:
+        if clean:
+            why[""] = "it was not tried: the engine serves a version, which would be lost"
+        elif made.loader_bytes > settings.loader_bytes:
+            why[""] = f"the memory beside the model would exceed loader_bytes, {settings.loader_bytes}"
         try:
             probe = steps.probe()
-            agree = probe.agree
+        except Exception as error:  # the inside of another version of the engine may differ
+            why[""] = f"it can't be tried: {type(error).__name__}: {error}"
+    failed = set(why)
+    if probe is not None and steps.aside is not None:
+        failed = probe.agree(failed)
+        if not failed:
+            specs = {spec.name: spec for spec in made.tensors}
             deliver = partial(_deliver, made, device, steps)
             why = ahead.try_out(made.ahead, deliver, lambda name: proof.values(specs[name], 1, device), steps.aside, probe.run)
-        except Exception as error:  # the inside of another version of the engine may differ
-            why = {"": f"it can't be tried: {type(error).__name__}: {error}"}
-    failed = set(why) if agree is None else agree(set(why))
+            failed = probe.agree(set(why))
     for portion in list(made.ahead):
         if "" in failed or not failed.isdisjoint(portion.modules):
-            made.ahead.remove(portion)
-            made.in_pause.update({name: why.get(name, why.get("", "another rank processes it in the pause")) for name in portion.modules})
+            made.process_in_pause(portion, why.get(next(iter(portion.modules)), why.get("", "another module or rank needs it")))
 
 
 def _outside_arenas(model: Any, made: Delivery, device: Any) -> dict[str, str]:

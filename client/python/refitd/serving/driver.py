@@ -49,6 +49,8 @@ logger = logging.getLogger("vllm.refitd")
 ATTACH_SECONDS = 2.0
 # How much later than to the driver Prepare may come to a worker.
 PREPARE_SECONDS = 30.0
+# How long an engine's steps get most of the time while modules are processed ahead.
+STEPS_SECONDS = 1.0
 # The pause between two tries to attach after an error: the first, and the longest.
 RETRY_SECONDS = (1.0, 30.0)
 
@@ -250,7 +252,7 @@ class Driver:
         if isinstance(event, Prepare):
             self._prepare = event
             if event.flip and self.machine.state is State.SERVING:
-                self._process_ahead(event.version)
+                self._process_ahead(event)
             return self.machine.prepare(event.version)
         if isinstance(event, Aborted):
             return self.machine.aborted(event.version, event.dirty, event.reason)
@@ -260,15 +262,20 @@ class Driver:
             return self.machine.reattached(event.weights is Weights.CLEAN)
         return []
 
-    def _process_ahead(self, version: int) -> None:
-        """Lets the ranks process what needs no pause. Where there are requests, the engine's steps get four fifths of the time."""
+    def _process_ahead(self, prepare: Prepare) -> None:
+        """Lets the ranks process what needs no pause, within half of the time until ready() is due. Where there are requests, the engine's steps get
+        four fifths of the first STEPS_SECONDS: other instances of the group may have paused already, and wait for this engine."""
+        begins = time.monotonic()
+        until, longest = begins + prepare.remaining_seconds / 2, 0.0
         try:
-            while not self._closed.is_set():
+            while not self._closed.is_set() and time.monotonic() + longest < until:
                 began = time.monotonic()
-                if not self._controls.process_ahead(version):
+                if not self._controls.process_ahead(prepare.version):
                     return
+                took = time.monotonic() - began
+                longest = max(longest, took)
                 if self._controls.busy():
-                    self._closed.wait(4 * (time.monotonic() - began))
+                    self._closed.wait(max(0.0, min(4 * took, begins + STEPS_SECONDS - time.monotonic())))
         except Exception:
             logger.exception("refitd: what is left is processed in the pause")
 

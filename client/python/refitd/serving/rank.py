@@ -81,7 +81,6 @@ class Rank:
         self._process = process
         self._aside = aside
         self._ahead_of: Prepare | None = None  # whose version the portions that are done hold
-        self._ahead_until = 0.0  # on the monotonic clock
         self._logits = logits
         self._member: Engine | None = None
         self._incarnation: int | None = None
@@ -160,8 +159,18 @@ class Rank:
         self._await_outcome(member, prepare)
 
     def ahead(self, version: int) -> int:
-        """Processes one more portion of a version that was staged, while the engine serves; the thread as of `take`. Returns how many are left; 0 also
-        where half of the time has gone in which this rank must answer: the rest is processed in the pause."""
+        """Processes one more portion of a version that was staged, while the engine serves; the thread as of `take`. Returns how many are left.
+
+        Raises nothing: an engine that asks several ranks gives up at the first that raises, and takes the others' answers for those of its
+        next call. What fails is processed in the pause from now on.
+        """
+        try:
+            return self._process_ahead(version)
+        except Exception:
+            self._logger.exception("refitd: the rest of version %d is processed in the pause", version)
+            return 0
+
+    def _process_ahead(self, version: int) -> int:
         member, delivery = self._member, self.delivery
         if member is None or delivery is None or not delivery.ahead or self._aside is None:
             return 0
@@ -173,14 +182,21 @@ class Rank:
         member._put_back(prepare)
         if self._ahead_of is not prepare:
             self._forget_ahead()
-            self._ahead_of, self._ahead_until, left = prepare, time.monotonic() + prepare.remaining_seconds / 2, delivery.ahead
-        if not prepare.flip or not left or time.monotonic() > self._ahead_until:
+            self._ahead_of, left = prepare, delivery.ahead
+        if not prepare.flip or not left:
             return 0
         portion = left[0]
-        with other_side(portion.tensors, member.device) as tensors:
-            self._aside(portion, tensors)
-            synchronise(self._device)
-        portion.done = True
+        try:
+            with other_side(portion.tensors, member.device) as tensors:
+                try:
+                    self._aside(portion, tensors)
+                finally:
+                    synchronise(self._device)
+            portion.done = True
+        except Exception as error:
+            self._logger.exception("refitd: %s are processed in the pause from now on", ", ".join(portion.modules))
+            portion.forget()
+            delivery.process_in_pause(portion, f"failed while the engine served: {type(error).__name__}: {error}")
         return len(left) - 1
 
     def detach(self) -> None:

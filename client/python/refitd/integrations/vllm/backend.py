@@ -112,7 +112,9 @@ class RefitdBackend(WeightTransferEngine):
                 culprit="speculative_config",
             )
         manifest = read_manifest(settings.manifest or self._vllm_config.model_config.model)
-        steps = Steps(versions, self._process, self._process, self._aside, self._load, lambda: self._probe(settings.proof == "require"))
+        # Ray runs the model on another thread than calls.
+        aside = None if getattr(self.parallel_config, "distributed_executor_backend", None) == "ray" else self._aside
+        steps = Steps(versions, self._process, self._process, aside, self._load, lambda: self._probe(settings.proof == "require"))
         return proved(self.model, settings, manifest, self.device, self.rank.clean, steps)
 
     # ---- updates ----

@@ -20,7 +20,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from ctypes import c_uint64
 from functools import lru_cache
 from typing import Any
@@ -159,6 +159,37 @@ def is_tied(model: Any, module: Any, name: str) -> bool:
     ) > 1
 
 
+@contextmanager
+def _aside(wanted: Mapping[str, Any], into: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[Callable[[], None]]:
+    """Around a reload whose results get into `into`. What it yields is called once the layers have the loader's format. Afterwards vLLM's record of
+    the layers is as between two reloads, also where an exception left it half done: the next reload would go on with it."""
+    import torch
+
+    copies: list[tuple[Any, Any]] = []
+
+    def begin() -> None:
+        for name, results in into.items():
+            layer = wanted[name]
+            layer_info(layer).kernel_tensors = results
+            # vLLM leaves some tensors as they are, biases among them, and loads them in place.
+            for held, result in zip((layer._parameters, layer._buffers), results):
+                for key, tensor in held.items():
+                    if tensor is not None and not tensor.is_meta and key in result:
+                        copy = torch.Tensor._make_subclass(type(tensor), tensor.detach().clone(), tensor.requires_grad)
+                        copy.__dict__.update(tensor.__dict__)
+                        held[key] = copy
+                        copies.append((result[key], copy))
+
+    try:
+        yield begin
+        with torch.no_grad():
+            for result, copy in copies:
+                result.copy_(copy)
+    finally:
+        for layer in wanted.values():
+            layer_info(layer).reset()
+
+
 class _Layers:
     """Stands for a model of which a reload sees only these layers."""
 
@@ -192,10 +223,10 @@ def reload(
     if device.type == "cpu":
         kernels = _let_experts_prepack(wanted.values())
     layers = model if into is None else _Layers(wanted.values())
-    with torch.device(device):
+    with torch.device(device), nullcontext() if into is None else _aside(wanted, into) as begin:
         initialize_layerwise_reload(layers)
-        for name, result in (into or {}).items():
-            layer_info(wanted[name]).kernel_tensors = result
+        if begin is not None:
+            begin()
         try:
             model.load_weights(iter(tensors))
             missed = [name for name, layer in wanted.items() if layer_info(layer).can_load() and layer_info(layer).load_numel <= 0]
