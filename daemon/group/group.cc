@@ -459,6 +459,8 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
   return absl::OkStatus();
 }
 
+absl::Status Group::CheckLayout(const LayoutRegistered& e) const { return impl_->CheckLayout(e); }
+
 bool Group::SendsFrom(NodeId node) const {
   if (!impl_->CatchUpRuns()) return TrainsOn(node);
   const std::vector<MemberId>& sources = impl_->update->catch_up->sources;

@@ -339,6 +339,8 @@ struct LayoutRegistered {
   uint64_t content = 0;
   // Engine ranks: the layout's regions have backs (Layout::backs).
   bool shadowed = false;
+  // Engine ranks: the rank is to have no layout, unless this one is refused (Layout::backs_differ).
+  bool backs_differ = false;
 };
 
 struct BeginEvent {
@@ -1033,6 +1035,8 @@ class Group {
   bool catch_up_running() const;
   // FAILED_PRECONDITION: the member takes loader delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
+  // Whether the group takes that layout.
+  absl::Status CheckLayout(const LayoutRegistered& e) const;
   std::optional<Version> version() const;
   // If that version is a rollback: the version whose content it has.
   std::optional<Version> content() const;

@@ -129,6 +129,7 @@ struct Group::Impl {
   void CheckInvariants() const;
 
   // ---- members.cc ----
+  absl::Status CheckLayout(const LayoutRegistered& e) const;
   void GiveUpOfFormerOwner();
   void ExpelUnwelcome();
   void RefuseDeclared(Member* member, const absl::Status& why);

@@ -76,21 +76,28 @@ void Group::Impl::FailIfRefused(const absl::Status& refused) {
   Abandon(std::move(give_up));
 }
 
-void Group::Impl::On(const LayoutRegistered& e) {
-  Member* member = members.Find(e.member);
+absl::Status Group::Impl::CheckLayout(const LayoutRegistered& e) const {
+  const Member* member = members.Find(e.member);
   if (member == nullptr || member->state == MemberState::kLeaving) {
-    if (e.call == CallId()) return;
-    out.Refuse(e.call, Precondition("member {} is not attached", e.member));
-    return;
+    return Precondition("member {} is not attached", e.member);
   }
-  if (absl::Status status = members.CheckShadowed(*member, e); !status.ok()) {
+  return members.CheckShadowed(*member, e);
+}
+
+void Group::Impl::On(const LayoutRegistered& e) {
+  if (absl::Status status = CheckLayout(e); !status.ok()) {
     if (e.call != CallId()) out.Refuse(e.call, std::move(status));
     return;
   }
+  Member* const member = members.Find(e.member);
   // A new layout binds other memory, and nobody has said that this memory holds the version.
   if (member->layout != nullptr) member->held.reset();
   versions.CheckContent(member, e.content);
-  members.Register(member, e);
+  if (e.backs_differ) {
+    members.Withdraw(member);
+  } else {
+    members.Register(member, e);
+  }
   if (e.call != CallId()) out.Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
 }
 

@@ -144,6 +144,8 @@ class Membership {
   // reverse. A rank without pieces, such as the driver of an inference server, fits both.
   absl::Status CheckShadowed(const Member& member, const LayoutRegistered& e) const;
   void Register(Member* member, const LayoutRegistered& e);
+  // The rank has no layout any more. No update may use its memory.
+  void Withdraw(Member* member);
   // A limit refuses what the rank declares: its layout, or a manifest, with which it was not taken
   // in.
   void RefuseDeclared(Member* member, const absl::Status& why);

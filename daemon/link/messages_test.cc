@@ -157,10 +157,10 @@ auto Fields(V& v) {
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
-  auto& [a, b, c, d, digest, content, room, shadowed] = v;
+  auto& [a, b, c, d, digest, content, room, shadowed, backs_differ] = v;
   (void)digest;
   (void)room;
-  return std::tie(a, b, c, d, content, shadowed);
+  return std::tie(a, b, c, d, content, shadowed, backs_differ);
 }
 // All fields but those from which the coordinator makes the plan's part.
 template <typename V>

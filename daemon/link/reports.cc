@@ -520,6 +520,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& rep
     out->set_call(report.call.value());
     out->set_content(report.content);
     out->set_shadowed(report.shadowed);
+    out->set_backs_differ(report.backs_differ);
     chunk.clear_lease();
     *out->mutable_chunk() = std::move(chunk);
   }
@@ -626,8 +627,15 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   };
   const auto kept =
       std::make_shared<const Kept>(Kept{std::move(complete), std::move(assembly.room)});
-  return PeerLayout{member, {kept, &kept->layout}, call, std::move(destination),
-                    digest, layout.content(),      {},   layout.shadowed()};
+  return PeerLayout{member,
+                    {kept, &kept->layout},
+                    call,
+                    std::move(destination),
+                    digest,
+                    layout.content(),
+                    {},
+                    layout.shadowed(),
+                    layout.backs_differ()};
 }
 
 PeerAttach ReportDecoder::Counted(PeerAttach attach) const {

@@ -22,7 +22,7 @@ from ._core import awaited, ends_soon, interruptible, native, paused
 from ._core.member import Connect, Member, Registration, TensorList, check_tensors, checked_version
 from ._core.native import check, last_failure, made_by, shown, text
 from ._core.tensors import Places, describe, is_module
-from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument, NotFound
+from .errors import Closed, DataLoss, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument, NotFound
 from .layout import Box, TensorSpec, devices
 from .layout.memory import BY_CODE, DTYPES, Arena, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
 
@@ -406,8 +406,8 @@ class Engine(Member):
             buffers: Whether persistent buffers are placed and registered as well.
 
         Returns:
-            Whether the memory holds `version`. If not, load the weights and register the module, so that both sides have what no version brings.
-            The module is registered already only where kept memory was found to be something else.
+            Whether the memory holds `version`, and the module is registered. If not, load the weights and register the module, so that both
+            sides have what no version brings.
 
         Raises:
             ResourceExhausted: There is too little memory.
@@ -421,10 +421,12 @@ class Engine(Member):
             return False
         try:
             self.register(module, buffers=buffers)
+        except DataLoss:
+            return False
         except BaseException:
             place_in_arenas(module, [], self.device, buffers)  # the kept memory can't be written
             raise
-        return self.version is not None
+        return True
 
     def _take_kept(self) -> list[Arena]:
         """The arenas that the daemon keeps for this rank."""
