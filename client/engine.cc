@@ -52,7 +52,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
         state_(options.held_version, options.dirty),
         origin_(options.held_origin),
         owner_(options.held_owner),
-        digest_(options.held_digest) {}
+        digest_(options.held_digest),
+        content_(options.held_content) {}
 
   ~EngineImpl() override {
     StopReattaching();
@@ -139,6 +140,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
   std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
   uint64_t digest_ ABSL_GUARDED_BY(mutex_);    // of state_'s version; 0: not known
+  // If state_'s version is a rollback: the version whose content it has.
+  std::optional<Version> content_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<ArenaRegion>> arenas_ ABSL_GUARDED_BY(register_mutex_);
   Arenas registered_ ABSL_GUARDED_BY(mutex_);        // that the registered layout lies in
   bool must_flip_ ABSL_GUARDED_BY(mutex_) = false;   // before the next Ready
@@ -177,6 +180,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
     hello->set_held_version(options.held_version->value());
     hello->set_held_origin(options.held_origin);
     hello->set_held_digest(options.held_digest);
+    if (options.held_content) hello->set_held_content(options.held_content->value());
   }
   hello->set_held_owner(options.held_owner);
   hello->set_trainer_identity(options.trainer_identity);
@@ -237,6 +241,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.held_origin = origin_;
       options.held_owner = owner_;
       options.held_digest = digest_;
+      options.held_content = content_;
       options.dirty = state_.weights() != Weights::kClean;
       options.restore = false;
     }
@@ -381,6 +386,9 @@ void EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool kept) {
   origin_ = held.incarnation();
   owner_ = held.owner();
   digest_ = held.digest();
+  if (welcome.has_content_version() && welcome.group_version() == held.version()) {
+    content_ = Version(welcome.content_version());
+  }
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
@@ -429,6 +437,7 @@ Event EngineImpl::Take(EngineLease* session, const v1::EngineEvent& message) {
     origin_ = committed->incarnation;
     owner_ = committed->owner;
     digest_ = committed->digest;
+    content_ = committed->content;
     if (state_.weights() == Weights::kClean) return event;
     Failure failure;
     failure.version = committed->version.value();

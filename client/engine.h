@@ -82,6 +82,8 @@ struct EngineOptions {
   // `catch_up` the daemon compares the registered memory with it; a difference means that no
   // version is held.
   uint64_t held_digest = 0;
+  // With held_version: the Committed::content that came with that version.
+  std::optional<Version> held_content{};
   // The Committed::owner that came with the last version that was committed into this memory, also
   // if it is dirty since. Empty: not known. A group that is made again belongs to that owner; a
   // group that another identity owns refuses the rank (PERMISSION_DENIED).

@@ -626,6 +626,9 @@ typedef struct refit_engine_options {
    * without this. REFIT_PERMISSION_DENIED: they are kept for another user. Not with
    * has_held_version or dirty (REFIT_INVALID_ARGUMENT). */
   int32_t restore;
+  /* With held_version, if the refit_event.content that came with it was another version: that. */
+  int32_t has_held_content;
+  int64_t held_content;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }

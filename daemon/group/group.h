@@ -203,6 +203,8 @@ struct EngineIdentity {
   absl::Status refused{};
   // SendCommitted::digest as it came with held_version; 0: the rank does not say.
   uint64_t held_digest = 0;
+  // If held_version is a rollback: the version whose content it has.
+  std::optional<Version> held_content{};
   // Counts the manifest among its sender's bytes while it lives; null: nobody counts.
   std::shared_ptr<const void> counted{};
 };

@@ -143,9 +143,9 @@ auto Fields(V& v) {
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, EngineIdentity>
 auto Fields(V& v) {
-  auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, counted] = v;
+  auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, content, counted] = v;
   (void)counted;
-  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q);
+  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, content);
 }
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerAttach>

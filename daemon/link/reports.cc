@@ -68,6 +68,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_trainer_identity(engine.trainer_identity);
   e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
   e->set_held_digest(engine.held_digest);
+  if (engine.held_content.has_value()) e->set_held_content(engine.held_content->value());
   if (!engine.refused.ok()) SetStatus(engine.refused, e->mutable_refused());
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
@@ -256,6 +257,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
   engine.held_digest = e.held_digest();
+  if (e.has_held_content()) engine.held_content = Version(e.held_content());
   engine.catch_up = e.catch_up();
   engine.trainer_identity = e.trainer_identity();
   if (!engine.trainer_identity.empty()) {

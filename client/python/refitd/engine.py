@@ -273,6 +273,7 @@ class Engine(Member):
         held_version: int | None = None,
         held_incarnation: int | None = None,
         held_digest: int | None = None,
+        held_content: int | None = None,
         held_owner: str | None = None,
         trainer_identity: str | None = None,
         dirty: bool = False,
@@ -294,6 +295,7 @@ class Engine(Member):
             held_version: The version that the memory holds, complete, from an earlier attachment.
             held_incarnation: Committed's, of `held_version`.
             held_digest: Committed's, of `held_version`; with `catch_up`, memory of another digest holds no version.
+            held_content: Committed's `content`, of `held_version`.
             held_owner: Committed's owner of the last version that was committed there, also where the memory is dirty since: a group
                 that is made again belongs to that owner.
             trainer_identity: Whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
@@ -343,6 +345,8 @@ class Engine(Member):
         if held_version is not None:
             options.has_held_version, options.held_version = 1, checked_version(held_version)
             options.held_origin, options.held_digest = held_incarnation or 0, held_digest or 0
+            if held_content is not None:
+                options.has_held_content, options.held_content = 1, held_content
         if manifest is not None:
             specs = [spec_of(entry) for entry in manifest]
             check_tensors(specs, self.label)

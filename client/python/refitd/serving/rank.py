@@ -78,6 +78,7 @@ class Rank:
         self._member: Engine | None = None
         self._incarnation: int | None = None
         self._digest = 0
+        self._content: int | None = None
         self._settings: Settings | None = None
         self._owner: str | None = None
         self._logger = logging.getLogger(f"{client}.refitd")
@@ -92,7 +93,7 @@ class Rank:
         dirty = dirty or not self.clean
         held: dict[str, Any] = {}
         if not dirty and self.version is not None:
-            held = {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest}
+            held = {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest, "held_content": self._content}
         member = Engine(
             settings.group,
             instance=instance,
@@ -212,7 +213,7 @@ class Rank:
         if isinstance(event, Committed):
             self._bring_in(member, event)
             self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
-            self._digest = event.digest
+            self._digest, self._content = event.digest, event.content
             self.staged = prepare.flip
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "CLEAN"
