@@ -675,7 +675,7 @@ struct UpdateRecord {
   UpdateRecord(const UpdateRecord&) = delete;
   UpdateRecord& operator=(const UpdateRecord&) = delete;
 
-  const UpdateId id;
+  UpdateId id;  // constant once the update is assembled
   const Version version;
   // When each phase began or must end, then what Begin asked for.
   TimePoint started;
@@ -1034,6 +1034,7 @@ class Group {
   bool has_members() const;
   bool has_trainers() const;    // attached
   bool update_running() const;  // catch-ups included
+  // Whether a catch-up runs, and no update waits beside it.
   bool catch_up_running() const;
   // FAILED_PRECONDITION: the member takes loader delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
