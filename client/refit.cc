@@ -424,6 +424,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
     options.held_version = Version(given.held_version);
     options.held_origin = given.held_origin;
     options.held_digest = given.held_digest;
+    if (given.has_held_content != 0) options.held_content = Version(given.held_content);
   }
   options.held_owner = Text(given.held_owner);
   options.trainer_identity = Text(given.trainer_identity);

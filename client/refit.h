@@ -633,6 +633,9 @@ typedef struct refit_engine_options {
    * without this. REFIT_PERMISSION_DENIED: they are kept for another user. Not with
    * has_held_version or dirty (REFIT_INVALID_ARGUMENT). */
   int32_t restore;
+  /* With held_version, if the refit_event.content that came with it was another version: that. */
+  int32_t has_held_content;
+  int64_t held_content;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -664,11 +667,12 @@ refit_status refit_engine_add_arena(refit_engine* engine, const refit_arena* are
                                     refit_region** region);
 
 /* With `restore`: the arena of that number, from 0, of those that the daemon keeps of this rank's
- * last lease, in the order in which they were added to that engine. It is read-only until
- * parameters are registered. The daemon then compares layout and memory with what was committed;
- * refit_engine_version() has a value if both are equal. Else the rank holds no version, and what
- * the memory holds has no meaning. All pieces must lie in these arenas, at the places of before;
- * bytes that no piece names are not compared. REFIT_NOT_FOUND: the daemon keeps fewer.
+ * last lease, in the order in which they were added to that engine. It is read-only until the
+ * first refit_engine_register(), for which the daemon compares layout and memory with what was
+ * committed. REFIT_OK: refit_engine_version() has a value. REFIT_DATA_LOSS: they differ; the memory
+ * may be written now, what it holds has no meaning, and the rank is to register once it has loaded
+ * its weights. All pieces must lie in these arenas, at the places of before; bytes that no piece
+ * names are not compared. REFIT_NOT_FOUND: the daemon keeps fewer.
  * REFIT_FAILED_PRECONDITION: parameters are registered already. */
 refit_status refit_engine_take_kept(refit_engine* engine, int32_t index, refit_arena** arena);
 

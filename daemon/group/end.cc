@@ -335,14 +335,15 @@ void Group::Impl::On(const KeepNodesOut& e) {
 
 // ---- giving up ----
 
-void Group::Impl::Abandon(GiveUp why) {
-  if (update->state == UpdateState::kEnding) return;
-  Step(&update->state, UpdateTrigger::kGiveUp);
-  update->give_up = std::move(why);
-  update->cleanup_deadline = out.now() + limits.cleanup_limit;
-  out.Do(UpdateAbandoned{update->id});
-  update->push.DropUnstarted();
+void Group::Impl::Abandon(Update* given_up, GiveUp why) {
+  if (given_up->state == UpdateState::kEnding) return;
+  Step(&given_up->state, UpdateTrigger::kGiveUp);
+  given_up->give_up = std::move(why);
+  given_up->cleanup_deadline = out.now() + limits.cleanup_limit;
+  out.Do(UpdateAbandoned{given_up->id});
+  given_up->push.DropUnstarted();
   out.Changed();
+  if (given_up == waiting.get()) GiveWay("an update has to end");
 }
 
 void Group::Impl::On(const AbortEvent& e) {
@@ -361,27 +362,29 @@ void Group::Impl::On(const AbortEvent& e) {
                     EmptyReply{});
     return;
   }
-  if (update == nullptr || update->version != e.version ||
-      group::IsAnother(e.update, update.get()) || !update->push.HasBegun(*member)) {
+  Update* const opened = Opened();
+  if (opened == nullptr || opened->version != e.version || group::IsAnother(e.update, opened) ||
+      !opened->push.HasBegun(*member)) {
     out.Refuse(e.call,
                Precondition("no update to version {} is open for {}", e.version, member->label));
     return;
   }
   requests.Track(e.member, what, e.request_id, e.call);
-  Abandon({fmt::format("{} gave the update up: {}", member->label, e.reason), GiveUpClass::kAborted,
-           members.Suspecting(member->id)});
+  Abandon(opened, {fmt::format("{} gave the update up: {}", member->label, e.reason),
+                   GiveUpClass::kAborted, members.Suspecting(member->id)});
 }
 
 void Group::Impl::On(const OperatorAbort& e) {
-  if (update == nullptr) {
+  Update* const aborted = waiting != nullptr ? waiting.get() : update.get();
+  if (aborted == nullptr) {
     out.Refuse(e.call, Precondition("group {}: no update runs", name));
     return;
   }
-  update->operator_calls.push_back(e.call);
+  aborted->operator_calls.push_back(e.call);
   Failure failure;
   failure.Add({SuspectRole::kOperator, "", "", std::nullopt, 0});
-  Abandon({fmt::format("an operator gave the update up: {}", e.reason), GiveUpClass::kOperator,
-           std::move(failure)});
+  Abandon(aborted, {fmt::format("an operator gave the update up: {}", e.reason),
+                    GiveUpClass::kOperator, std::move(failure)});
 }
 
 void Group::Impl::On(const FailUpdate& e) {
@@ -452,7 +455,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   // A slot that its holder keeps beyond the update must not end a later update by its lease limit.
   slots.EndLimits();
   catch_up.Look();
-  Step(&state, GroupTrigger::kEnd);
+  if (waiting == nullptr) Step(&state, GroupTrigger::kEnd);
   out.Changed();
 }
 
@@ -477,14 +480,16 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Fai
     return WithFailure(Error(code, "the update to version {} is lost: {}", update->version, reason),
                        failure);
   };
-  // Includes calls whose callers went away, since a repeat gets the stored answer.
-  const group::Requests::ByCall waiting = requests.unfinished();
+  // Includes calls whose callers went away, since a repeat gets the stored answer. No call waits
+  // for a catch-up, but some may for the update that waits.
+  const group::Requests::ByCall awaited =
+      CatchUpRuns() ? group::Requests::ByCall() : requests.unfinished();
   CommitReply done{
       update->version,     outcomes, update->push.accepted_bytes(), out.now() - update->started,
       bucket_log.Totals(), {}};
   done.left_out = update->coverage.FindLeftOut();
   done.content = update->content;
-  for (const auto& [call, request] : waiting) {
+  for (const auto& [call, request] : awaited) {
     if (committed) {
       REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit ||
                    request->kind == CallKind::kRollback);

@@ -58,6 +58,42 @@ TEST_CASE("a shadowed instance serves its version until the next one is staged")
   REQUIRE(g.committed.size() == 2);
 }
 
+TEST_CASE("a rank that has to copy its regions to the backs has no layout until it has") {
+  TwoShadowed g;
+  LayoutRegistered e{g.a, LayoutOf(kModel)};
+  e.shadowed = e.backs_differ = true;
+  g.Do(e);
+  CHECK(g.Instance("a").state == "forming");
+  // The instance is left out.
+  g.Install(g.trainer, 2, kModel);
+  CHECK(g.Instance("b").version == Version(2));
+  e.backs_differ = false;
+  g.Do(e);
+  CHECK(g.Instance("a").state == "clean");
+  CHECK(g.Instance("a").version == std::nullopt);
+  g.Install(g.trainer, 3, kModel);
+  CHECK(g.Instance("a").version == Version(3));
+  // What its backs hold was not committed there.
+  const CallId call = g.Rollback();
+  g.ReadyAll();
+  CHECK(g.Get<CommitReply>(call).instances.size() == 1);
+}
+
+TEST_CASE("a layout that is refused before its rank copies leaves the one before in force") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId first = g.ShadowedRank("a", kModel, 0, 2);
+  g.ShadowedRank("a", kModel, 1, 2);
+  g.Install(trainer, 1, kModel);
+  LayoutRegistered e{first, LayoutOf(kModel), g.NewCall()};
+  e.backs_differ = true;  // and without backs, where the other rank has some
+  g.Do(e);
+  CHECK(g.Code(e.call) == kInvalid);
+  CHECK(g.Instance("a").state == "clean");
+  CHECK(g.Instance("a").version == Version(1));
+  g.Install(trainer, 2, kModel);
+}
+
 TEST_CASE("a version is read back on GPUs too where no pause holds that: all are shadowed") {
   TestGroup g;
   const MemberId trainer = g.AttachTrainer();

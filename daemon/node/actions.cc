@@ -155,10 +155,10 @@ struct Performer {
     if (!call.has_value()) return;
     if (call->layout.has_value()) {
       MemberRecord* member = Find(call->layout->member);
-      if (a.status.ok() && member != nullptr) {
+      if (a.status.ok() && member != nullptr && !call->layout->layout->backs_differ) {
         member->Register(std::move(call->layout->layout), call->layout->digest,
                          call->layout->content);
-        EndRestore(state, member, lock);
+        EndRestore(state, member, /*differs=*/"", lock);
       }
     }
     lock.Answer([reply = std::move(call->reply), status = std::move(a.status),
@@ -227,6 +227,7 @@ struct Performer {
   void operator()(RefuseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
     MemberRecord* member = Find(a.member);
     if (member == nullptr) return;
+    if (member->engine) KeepArenas(state, member, lock);
     member->End(a.status);
     EraseMember(state, a.member, lock);
   }

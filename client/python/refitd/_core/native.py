@@ -191,7 +191,7 @@ class refit_engine_options(ctypes.Structure):
         struct_size=c_size_t, connect=POINTER(refit_connect_options), instance=c_char_p, rank=c_int32, world_size=c_int32, delivery=c_int32,
         has_manifest=c_int32, manifest=c_void_p, manifest_count=c_int64, has_held_version=c_int32, held_version=c_int64, dirty=c_int32,
         held_origin=c_uint64, catch_up=c_int32, held_owner=c_char_p, trainer_identity=c_char_p, held_digest=c_uint64,
-        restore=c_int32,
+        restore=c_int32, has_held_content=c_int32, held_content=c_int64,
     )  # fmt: skip
 
 

@@ -343,7 +343,7 @@ class Driver:
         settings, machine = self.settings, self.machine
         held: dict[str, Any] = {}
         if not dirty and machine.version is not None:
-            held = {"held_version": machine.version, "held_incarnation": self._incarnation}
+            held = {"held_version": machine.version, "held_incarnation": self._incarnation, "held_content": self._content}
         member = Engine(
             settings.group,
             instance=settings.instance,

@@ -85,6 +85,7 @@ class Rank:
         self._member: Engine | None = None
         self._incarnation: int | None = None
         self._digest = 0
+        self._content: int | None = None
         self._settings: Settings | None = None
         self._owner: str | None = None
         self._logger = logging.getLogger(f"{client}.refitd")
@@ -99,7 +100,7 @@ class Rank:
         dirty = dirty or not self.clean
         held: dict[str, Any] = {}
         if not dirty and self.version is not None:
-            held = {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest}
+            held = {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest, "held_content": self._content}
         member = Engine(
             settings.group,
             instance=instance,
@@ -277,7 +278,7 @@ class Rank:
             ahead = sum(len(portion.modules) for portion in self.delivery.ahead if portion.done) if self.delivery is not None else 0
             self._bring_in(member, event)
             self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
-            self._digest = event.digest
+            self._digest, self._content = event.digest, event.content
             self.staged, self.processed_ahead = prepare.flip, ahead
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "CLEAN"
