@@ -35,6 +35,13 @@ class Arena {
   char* data() const { return memory_->data(); }
   int64_t bytes() const { return memory_->bytes(); }
 
+  // The other side at another address, until UnmapBack: between PREPARE with `flip` and Ready it
+  // holds the version that was staged, to be read by the thread that calls Ready. An update that
+  // ends meanwhile leaves what it holds unknown. On a GPU an address as of data(), whose work must
+  // have ended before UnmapBack. FAILED_PRECONDITION: it is mapped already.
+  absl::StatusOr<char*> MapBack() { return memory_->MapBack(); }
+  void UnmapBack() { memory_->UnmapBack(); }
+
  private:
   friend class ArenaRegion;
   Arena(std::unique_ptr<TwoSided> memory, bool on_device)

@@ -30,11 +30,12 @@ constexpr size_t kMaxReasonBytes = 512;  // Failed.reason
 constexpr int kLeaseShift = 48;
 constexpr uint64_t kUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 
-// One lease. Immutable after Attach, except `flips`.
+// One lease. Immutable after Attach, except `flips` and `has_layout`.
 struct EngineLease : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   uint64_t number = 0;          // counts this engine's leases
   std::optional<Version> held;  // the version that the hello named
   uint64_t flips = 0;           // commits that exchanged the sides of arenas; under mutex_
+  bool has_layout = false;      // the daemon may have a layout of the rank; under mutex_
 
   UpdateId Update(uint64_t update) const {
     return UpdateId((update & kUpdateMask) | number << kLeaseShift);
@@ -51,7 +52,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
         state_(options.held_version, options.dirty),
         origin_(options.held_origin),
         owner_(options.held_owner),
-        digest_(options.held_digest) {}
+        digest_(options.held_digest),
+        content_(options.held_content) {}
 
   ~EngineImpl() override {
     StopReattaching();
@@ -113,8 +115,11 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   absl::Status FlipForUpdate() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // The layout is registered, over these arenas. `kept`: their memory holds the version that was
   // kept for this lease.
-  absl::Status TakeIn(const EngineLease& session, Arenas arenas, bool kept)
+  void TakeIn(const EngineLease& session, Arenas arenas, bool kept)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Registers the layout with that lease. `withdraws`: the lease has a layout, which may be in use.
+  absl::Status Register(EngineLease* session, const Layout& layout, Arenas arenas, bool withdraws)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   absl::Status AnswerReady(Version version);
   // The outcome of an update for which the sides were exchanged.
   void Settle(EngineLease* session, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -135,17 +140,13 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   uint64_t origin_ ABSL_GUARDED_BY(mutex_);    // incarnation of state_'s version; 0: not known
   std::string owner_ ABSL_GUARDED_BY(mutex_);  // of the last version; empty: not known
   uint64_t digest_ ABSL_GUARDED_BY(mutex_);    // of state_'s version; 0: not known
+  // If state_'s version is a rollback: the version whose content it has.
+  std::optional<Version> content_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<ArenaRegion>> arenas_ ABSL_GUARDED_BY(register_mutex_);
   Arenas registered_ ABSL_GUARDED_BY(mutex_);        // that the registered layout lies in
   bool must_flip_ ABSL_GUARDED_BY(mutex_) = false;   // before the next Ready
   bool rolls_back_ ABSL_GUARDED_BY(mutex_) = false;  // by that flip
-  // Register has copied fronts to backs since the last commit, so that the backs do not hold the
-  // version before.
-  bool copied_ ABSL_GUARDED_BY(mutex_) = false;
-  // Register has copied fronts to backs since the last layout was taken: what the running update
-  // staged may be overwritten.
-  bool overwritten_ ABSL_GUARDED_BY(mutex_) = false;
-  bool flipped_ ABSL_GUARDED_BY(mutex_) = false;  // for an update whose outcome did not come
+  bool flipped_ ABSL_GUARDED_BY(mutex_) = false;     // for an update whose outcome did not come
   // The daemon may take other sides for the fronts than are mapped.
   bool sides_unknown_ ABSL_GUARDED_BY(mutex_) = false;
   // True when lease_ is lost and all its events are taken.
@@ -179,6 +180,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
     hello->set_held_version(options.held_version->value());
     hello->set_held_origin(options.held_origin);
     hello->set_held_digest(options.held_digest);
+    if (options.held_content) hello->set_held_content(options.held_content->value());
   }
   hello->set_held_owner(options.held_owner);
   hello->set_trainer_identity(options.trainer_identity);
@@ -239,6 +241,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.held_origin = origin_;
       options.held_owner = owner_;
       options.held_digest = digest_;
+      options.held_content = content_;
       options.dirty = state_.weights() != Weights::kClean;
       options.restore = false;
     }
@@ -255,13 +258,14 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
                          });
 }
 
-void EngineImpl::TakeOver(EngineLease* session, uint64_t /*generation*/) {
+void EngineImpl::TakeOver(EngineLease* session, uint64_t generation) {
+  session->has_layout = generation != 0;
   if (state_.has_outstanding()) {
     if (auto pool = lease_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
   }
   state_.OnReattached();
   // The sides stay: this daemon was given them as they are, and has staged nothing yet.
-  must_flip_ = flipped_ = overwritten_ = sides_unknown_ = false;
+  must_flip_ = flipped_ = sides_unknown_ = false;
   lost_ = false;
   notices_.push_back(Reattached{state_.weights(), session->held});
 }
@@ -323,6 +327,7 @@ absl::Status EngineImpl::Register(Layout layout) {
   {
     MutexLock lock(&register_mutex_);
     Arenas arenas = ArenasOf(&layout);
+    bool withdraws = false;
     {
       MutexLock state_lock(&mutex_);
       // P2: an abort goes back to the other sides. Ready waits for this call's end, so that none is
@@ -331,27 +336,12 @@ absl::Status EngineImpl::Register(Layout layout) {
         return Error(absl::StatusCode::kFailedPrecondition,
                      "the outcome of an update that exchanged the sides of arenas is awaited");
       }
-      copied_ = copied_ || !arenas.empty();
-      overwritten_ = overwritten_ || !arenas.empty();
-    }
-    for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
-      REFITD_RETURN_IF_ERROR(arena->CopyToBack());
-    }
-    {
-      MutexLock state_lock(&mutex_);
       session = lease_;
       layout.flips = session->flips;
+      withdraws = std::exchange(session->has_layout, true) && !arenas.empty();
     }
     status = session->stream->status();
-    if (status.ok()) {
-      const absl::StatusOr<Registration::Registered> registered =
-          registration_.Register(session->connection.get(), session->Uploader(), std::move(layout));
-      status = registered.status();
-      if (status.ok()) {
-        MutexLock state_lock(&mutex_);
-        REFITD_RETURN_IF_ERROR(TakeIn(*session, std::move(arenas), registered->kept));
-      }
-    }
+    if (status.ok()) status = Register(session.get(), layout, std::move(arenas), withdraws);
   }
   if (status.ok()) return status;
   const absl::Status end = session->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
@@ -361,19 +351,45 @@ absl::Status EngineImpl::Register(Layout layout) {
                                   "{}; register once more after Reattached", Message(end)));
 }
 
-absl::Status EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool kept) {
-  registered_ = std::move(arenas);
-  overwritten_ = false;
-  for (const std::shared_ptr<ArenaRegion>& arena : registered_) {
-    REFITD_RETURN_IF_ERROR(arena->AllowWrites());
+// The daemon must not write to the backs from the copies on, until it has the layout: what an
+// update wrote there and did not commit would stay where the layout names nothing.
+absl::Status EngineImpl::Register(EngineLease* session, const Layout& layout, Arenas arenas,
+                                  bool withdraws) {
+  const auto upload = [&](const Layout& sent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_) {
+    return registration_.Register(session->connection.get(), session->Uploader(), sent);
+  };
+  if (withdraws) {
+    Layout pending = layout;
+    pending.backs_differ = true;
+    REFITD_RETURN_IF_ERROR(upload(pending).status());
   }
-  const v1::KeptArenas& held = session.connection->welcome().kept();
-  if (!kept || !state_.OnRestored(Version(held.version()))) return absl::OkStatus();
+  for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
+    REFITD_RETURN_IF_ERROR(arena->CopyToBack());
+  }
+  const absl::StatusOr<Registration::Registered> registered = upload(layout);
+  if (registered.ok() || absl::IsDataLoss(registered.status())) {
+    for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
+      REFITD_RETURN_IF_ERROR(arena->AllowWrites());
+    }
+  }
+  REFITD_RETURN_IF_ERROR(registered.status());
+  MutexLock state_lock(&mutex_);
+  TakeIn(*session, std::move(arenas), registered->kept);
+  return absl::OkStatus();
+}
+
+void EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool kept) {
+  registered_ = std::move(arenas);
+  const v1::Welcome& welcome = session.connection->welcome();
+  const v1::KeptArenas& held = welcome.kept();
+  if (!kept || !state_.OnRestored(Version(held.version()))) return;
   origin_ = held.incarnation();
   owner_ = held.owner();
   digest_ = held.digest();
-  notices_.push_back(Committed{Version(held.version()), origin_, owner_, digest_});
-  return absl::OkStatus();
+  if (welcome.has_content_version() && welcome.group_version() == held.version()) {
+    content_ = Version(welcome.content_version());
+  }
+  notices_.push_back(Committed{Version(held.version()), origin_, owner_, digest_, content_});
 }
 
 absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
@@ -422,6 +438,7 @@ Event EngineImpl::Take(EngineLease* session, const v1::EngineEvent& message) {
     origin_ = committed->incarnation;
     owner_ = committed->owner;
     digest_ = committed->digest;
+    content_ = committed->content;
     if (state_.weights() == Weights::kClean) return event;
     Failure failure;
     failure.version = committed->version.value();
@@ -514,16 +531,9 @@ absl::Status EngineImpl::FlipForUpdate() {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "an earlier exchange of the arenas' sides failed: attach again");
   }
-  if (std::exchange(overwritten_, false)) {
-    return Error(
-        absl::StatusCode::kFailedPrecondition,
-        "the registration of a layout that was refused may have overwritten what the update "
-        "staged");
-  }
-  if (rolls_back_ && (copied_ || !state_.was_clean())) {
+  if (rolls_back_ && !state_.was_clean()) {
     return Error(absl::StatusCode::kFailedPrecondition,
-                 "the arenas' other sides do not hold the version before any more: {}",
-                 copied_ ? "a layout was registered" : "the weights are not clean");
+                 "the weights are not clean: the arenas' other sides may hold anything");
   }
   return Flip();
 }
@@ -534,7 +544,6 @@ void EngineImpl::Settle(EngineLease* session, bool committed) {
     if (!Flip().ok()) LoseSides();
     return;
   }
-  copied_ = false;
   ++session->flips;
   for (const std::shared_ptr<ArenaRegion>& arena : registered_) {
     session->connection->Exchange(arena->pair());

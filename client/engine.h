@@ -82,6 +82,8 @@ struct EngineOptions {
   // `catch_up` the daemon compares the registered memory with it; a difference means that no
   // version is held.
   uint64_t held_digest = 0;
+  // With held_version: the Committed::content that came with that version.
+  std::optional<Version> held_content{};
   // The Committed::owner that came with the last version that was committed into this memory, also
   // if it is dirty since. Empty: not known. A group that is made again belongs to that owner; a
   // group that another identity owns refuses the rank (PERMISSION_DENIED).
@@ -105,8 +107,8 @@ struct EngineOptions {
 
 struct Prepare {
   Version version;
-  std::chrono::milliseconds remaining{0};
-  int64_t tensor_count = 0;  // 0: unknown
+  std::chrono::milliseconds remaining{0};  // of the update; with `flip` until Ready is due
+  int64_t tensor_count = 0;                // 0: unknown
   // The version lies in the backs of the rank's arenas already: Ready puts it into place, and all
   // that the rank has to wait for is its own device's work.
   bool flip = false;
@@ -166,18 +168,20 @@ class Engine : public SharesMemory {
   virtual absl::StatusOr<std::shared_ptr<Region>> AddArena(std::shared_ptr<Arena> arena) = 0;
   // With EngineOptions::restore: the arena of that number, from 0, of those that the daemon keeps
   // of this rank's last lease, in the order in which they were added to that engine. It is
-  // read-only until the first Register succeeds. The daemon then compares layout and memory with
-  // what was committed; version() has a value if both are equal, and the next event is Committed of
-  // that version. Else the rank holds no version, and what the memory holds has no meaning. All
-  // pieces must lie in these arenas, at the places of before; bytes that no piece names are not
-  // compared. NOT_FOUND: the daemon keeps fewer. FAILED_PRECONDITION: a layout is registered
-  // already.
+  // read-only until the first Register, for which the daemon compares layout and memory with what
+  // was committed. OK: version() has a value, and the next event is Committed of that version.
+  // DATA_LOSS: they differ; the memory may be written now, what it holds has no meaning, and the
+  // rank is to register once it has loaded its weights. All pieces must lie in these arenas, at the
+  // places of before; bytes that no piece names are not compared. NOT_FOUND: the daemon keeps
+  // fewer. FAILED_PRECONDITION: a layout is registered already.
   virtual absl::StatusOr<std::shared_ptr<Arena>> TakeKept(int index) = 0;
   // Registers the pieces that this rank holds; their regions come from this engine. If two tensors
   // share their memory (tied weights), one has pieces and the other is named in `tensors` without
   // any piece: trainers may push or refit the other, and nothing is written for it. Register
-  // catch-ups in binding_generation. UNAVAILABLE while the lease is lost: call Register once more
-  // after Reattached.
+  // catch-ups in binding_generation. A layout that is refused changes nothing. Where the rank has a
+  // layout and the new one lies in arenas, the rank has none, and no update takes its instance in,
+  // from the daemon's first consent until the call ends well. UNAVAILABLE while the lease is lost:
+  // call Register once more after Reattached.
   virtual absl::Status Register(Layout layout) = 0;
 
   // The next event, or Nothing after `timeout`. An error (UNAVAILABLE, ABORTED, ...) says why the

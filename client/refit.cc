@@ -424,6 +424,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
     options.held_version = Version(given.held_version);
     options.held_origin = given.held_origin;
     options.held_digest = given.held_digest;
+    if (given.has_held_content != 0) options.held_content = Version(given.held_content);
   }
   options.held_owner = Text(given.held_owner);
   options.trainer_identity = Text(given.trainer_identity);
@@ -526,6 +527,17 @@ char* refit_arena_data(const refit_arena* arena) {
 
 int64_t refit_arena_bytes(const refit_arena* arena) {
   return arena == nullptr ? 0 : arena->arena->bytes();
+}
+
+refit_status refit_arena_map_back(const refit_arena* arena, char** data) {
+  return Guarded({{arena, "arena"}, {data, "data"}}, [&]() -> absl::Status {
+    REFITD_ASSIGN_OR_RETURN(*data, arena->arena->MapBack());
+    return absl::OkStatus();
+  });
+}
+
+void refit_arena_unmap_back(const refit_arena* arena) {
+  if (arena != nullptr) arena->arena->UnmapBack();
 }
 
 void refit_arena_free(refit_arena* arena) { delete arena; }

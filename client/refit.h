@@ -298,6 +298,13 @@ refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes
 /* Where the weights are read (on a GPU an address of this process there). NULL for NULL. */
 char* refit_arena_data(const refit_arena* arena);
 int64_t refit_arena_bytes(const refit_arena* arena); /* of each side; 0 for NULL */
+/* The other side at another address, until refit_arena_unmap_back(): between PREPARE with `flip`
+ * and refit_engine_ready() it holds the version that was staged, to be read by the thread that
+ * calls refit_engine_ready(). An update that ends meanwhile leaves what it holds unknown. A GPU's
+ * work on it must have ended before it is unmapped. REFIT_FAILED_PRECONDITION: it is mapped
+ * already. */
+refit_status refit_arena_map_back(const refit_arena* arena, char** data);
+void refit_arena_unmap_back(const refit_arena* arena);
 void refit_arena_free(refit_arena* arena);
 
 /* One box of a tensor and where it lies. Lists have the tensor's dim_count entries. */
@@ -626,6 +633,9 @@ typedef struct refit_engine_options {
    * without this. REFIT_PERMISSION_DENIED: they are kept for another user. Not with
    * has_held_version or dirty (REFIT_INVALID_ARGUMENT). */
   int32_t restore;
+  /* With held_version, if the refit_event.content that came with it was another version: that. */
+  int32_t has_held_content;
+  int64_t held_content;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -657,13 +667,13 @@ refit_status refit_engine_add_arena(refit_engine* engine, const refit_arena* are
                                     refit_region** region);
 
 /* With `restore`: the arena of that number, from 0, of those that the daemon keeps of this rank's
- * last lease, in the order in which they were added to that engine. It is read-only until
- * parameters are registered. The daemon then compares layout and memory with what was committed;
- * refit_engine_version() has a value if both are equal, and the next event is COMMITTED of that
- * version. Else the rank holds no version, and what the memory holds has no meaning. All pieces
- * must lie in these arenas, at the places of before; bytes that no piece names are not compared.
- * REFIT_NOT_FOUND: the daemon keeps fewer. REFIT_FAILED_PRECONDITION: parameters are registered
- * already. */
+ * last lease, in the order in which they were added to that engine. It is read-only until the
+ * first refit_engine_register(), for which the daemon compares layout and memory with what was
+ * committed. REFIT_OK: refit_engine_version() has a value, and the next event is COMMITTED of that
+ * version. REFIT_DATA_LOSS: they differ; the memory may be written now, what it holds has no
+ * meaning, and the rank is to register once it has loaded its weights. All pieces must lie in these
+ * arenas, at the places of before; bytes that no piece names are not compared. REFIT_NOT_FOUND: the
+ * daemon keeps fewer. REFIT_FAILED_PRECONDITION: parameters are registered already. */
 refit_status refit_engine_take_kept(refit_engine* engine, int32_t index, refit_arena** arena);
 
 /* Registers the parameters of this rank (in-place delivery). Not allowed during an update. If two
@@ -706,7 +716,7 @@ typedef struct refit_event {
   int32_t kind;
   int32_t dirty; /* ABORTED: the instance has no version until the next commit */
   int64_t version;
-  int64_t remaining_ms; /* PREPARE: what remains of the update */
+  int64_t remaining_ms; /* PREPARE: what remains of the update; with `flip` until Ready is due */
   int64_t tensor_count; /* PREPARE: tensors that the update brings; 0: unknown */
   uint64_t update_id;   /* PART */
   int64_t part;         /* PART */

@@ -46,6 +46,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
   refit_region* region = nullptr;
   refit_slot* slot = nullptr;
   refit_arena* arena = nullptr;
+  char* data = nullptr;
   refit_update* update = nullptr;
   auto event = Initialised<refit_event>();
   const refit_status statuses[] = {
@@ -58,6 +59,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_trainer_add_memfd(nullptr, 0, 1, &region),
       refit_engine_add_memfd(nullptr, 0, 1, &region),
       refit_arena_new(nullptr, 1, &arena),
+      refit_arena_map_back(nullptr, &data),
       refit_engine_add_arena(nullptr, arena, &region),
       refit_engine_take_kept(nullptr, 0, &arena),
       refit_trainer_abort(nullptr, 1, nullptr),
@@ -124,6 +126,7 @@ TEST_CASE("null handles can be freed and asked for their values") {
   CHECK(refit_packer_room(nullptr, 0) == -1);
   CHECK(refit_python_pusher(nullptr) == nullptr);
   refit_arena_free(nullptr);
+  refit_arena_unmap_back(nullptr);
   CHECK(refit_arena_data(nullptr) == nullptr);
   CHECK(refit_arena_bytes(nullptr) == 0);
   CHECK(refit_region_data(nullptr) == nullptr);

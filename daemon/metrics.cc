@@ -30,6 +30,9 @@ constexpr std::array<std::string_view, 3> kCatchUpEndNames = {"committed", "gave
 // Values of the label "result" of refitd_restores_total, in the order of GroupCounts::restores.
 constexpr std::array<std::string_view, 2> kRestoreNames = {"unchanged", "changed"};
 
+// An instance in none of so many committed updates loses its histogram of pauses.
+constexpr uint64_t kUpdatesWithoutPause = 8;
+
 double Seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 // Index 0 stands for committed, which is no reason.
@@ -59,15 +62,16 @@ class Metrics::Families {
   void Gauge(std::string_view name, std::string_view help, Labels labels, int64_t value) {
     Gauge(name, help, std::move(labels), static_cast<double>(value));
   }
+  template <const auto& kBounds>
   void Seconds(std::string_view name, std::string_view help, Labels labels,
-               const Histogram& values) {
+               const HistogramOf<kBounds>& values) {
     ClientMetric::Histogram& out =
         Add(name, help, MetricType::Histogram, std::move(labels))->histogram;
     uint64_t count = 0;
     for (size_t i = 0; i < values.counts.size(); ++i) {
       count += values.counts[i];
       const double bound =
-          i < kSecondsBuckets.size() ? kSecondsBuckets[i] : std::numeric_limits<double>::infinity();
+          i < kBounds.size() ? kBounds[i] : std::numeric_limits<double>::infinity();
       out.bucket.push_back({.cumulative_count = count, .upper_bound = bound});
     }
     out.sample_count = count;
@@ -90,10 +94,11 @@ class Metrics::Families {
 
 // ---- what the node reports ----
 
-void Metrics::Histogram::Observe(Duration duration) {
+template <const auto& kBounds>
+void Metrics::HistogramOf<kBounds>::Observe(Duration duration) {
   const double seconds = Seconds(duration);
-  const auto* const at = std::lower_bound(kSecondsBuckets.begin(), kSecondsBuckets.end(), seconds);
-  ++counts[static_cast<size_t>(at - kSecondsBuckets.begin())];
+  const auto* const at = std::lower_bound(kBounds.begin(), kBounds.end(), seconds);
+  ++counts[static_cast<size_t>(at - kBounds.begin())];
   sum += seconds;
 }
 
@@ -114,9 +119,9 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
   GroupCounts* counts = Find(report.group);
   if (counts == nullptr) return;
   ++counts->updates[report.committed ? 0 : IndexOf(report.reason)];
+  ForgetPauses(counts);
   counts->update_bytes += Positive(report.bytes);
   if (report.rollback && report.committed) ++counts->rollbacks;
-  counts->flip_backs += Positive(report.flip_backs);
   for (size_t i = 0; i < kPushMethods.size(); ++i) {
     counts->pushed_bytes[i] += Positive(report.pushed_bytes[i]);
   }
@@ -125,6 +130,8 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
   for (size_t i = 0; i < phases.size(); ++i) {
     if (phases[i] > Duration::zero()) counts->phases[i].Observe(phases[i]);
   }
+  const bool staged = report.flip > Duration::zero() && !report.rollback;
+  if (staged) counts->staging.Observe(report.data + report.verify);
 }
 
 void Metrics::CatchUpEnded(const std::string& group, CatchUpEnd end, int64_t bytes, Duration took) {
@@ -134,6 +141,25 @@ void Metrics::CatchUpEnded(const std::string& group, CatchUpEnd end, int64_t byt
   ++counts->catch_ups[static_cast<size_t>(end)];
   counts->catch_up_bytes += Positive(bytes);
   if (end == CatchUpEnd::kCommitted) counts->catch_up.Observe(took);
+}
+
+void Metrics::InstanceReleased(const std::string& group, const std::string& instance,
+                               Duration pause, FlipEnd flip) {
+  MutexLock lock(&mutex_);
+  GroupCounts* counts = Find(group);
+  if (counts == nullptr) return;
+  if (flip == FlipEnd::kCommitted) ++counts->flips;
+  if (flip == FlipEnd::kBack) ++counts->flip_backs;
+  if (counts->pauses.size() >= kMaxShownInstances && !counts->pauses.contains(instance)) return;
+  Pauses& pauses = counts->pauses[instance];
+  pauses.last = counts->updates[0];
+  pauses.histogram.Observe(pause);
+}
+
+void Metrics::ForgetPauses(GroupCounts* counts) {
+  std::erase_if(counts->pauses, [committed = counts->updates[0]](const auto& of) {
+    return of.second.last + kUpdatesWithoutPause < committed;
+  });
 }
 
 void Metrics::BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) {
@@ -217,6 +243,16 @@ void Metrics::Show(const std::string& group, const GroupCounts& counts, Families
   families->Counter("refitd_rollbacks_total",
                     "Rollbacks that were committed; refitd_updates_total counts them too.",
                     {{"group", group}}, counts.rollbacks);
+  families->Seconds(
+      "refitd_staging_seconds",
+      "Updates that reached their flips: from when the versions could be written to arenas until "
+      "they were complete and verified. Engines with arenas serve in that time.",
+      {{"group", group}}, counts.staging);
+  families->Counter(
+      "refitd_flips_total",
+      "Instances with arenas that exchanged the sides for a version that was committed, in "
+      "updates, rollbacks and catch-ups.",
+      {{"group", group}}, counts.flips);
   families->Counter(
       "refitd_flip_backs_total",
       "Instances with arenas whose flip was aborted, so that they exchange the sides back.",
@@ -354,6 +390,21 @@ void Metrics::Show(const v1::GetStatusResponse& status, Families* families) {
   ShowArenas(status, families);
 }
 
+void Metrics::ShowPauses(const v1::GroupStatus& group, const GroupCounts& counts,
+                         Families* families) {
+  for (const v1::InstanceStatus& instance : group.instances()) {
+    const auto pauses = counts.pauses.find(instance.name());
+    if (pauses == counts.pauses.end()) continue;
+    families->Seconds(
+        "refitd_pause_seconds",
+        "From when the coordinator asked the instance's ranks to pause (Prepare) to when it sent "
+        "them the outcome, which lets them go on, in updates, rollbacks and catch-ups, committed "
+        "or not; an engine that answers requests before it is Ready serves in a part of that. "
+        "Exported by the coordinator.",
+        {{"group", group.name()}, {"engine", instance.name()}}, pauses->second.histogram);
+  }
+}
+
 void Metrics::ShowArenas(const v1::GetStatusResponse& status, Families* families) {
   std::map<std::tuple<std::string, bool, bool>, int64_t> bytes;  // by group, kept, back
   for (const v1::GroupStatus& group : status.groups()) {
@@ -398,6 +449,9 @@ std::vector<MetricFamily> Metrics::Collect(
   Families families;
   Show(status, &families);
   for (const auto& [group, counts] : groups) Show(group, counts, &families);
+  for (const v1::GroupStatus& group : status.groups()) {
+    ShowPauses(group, groups.at(group.name()), &families);
+  }
   families.Counter("refitd_dropped_reports_total",
                    "Events that were not counted, since there were too many groups.", {}, dropped);
   if (const absl::StatusOr<ProcessStats> process = ReadProcessStats(); process.ok()) {

@@ -3,8 +3,9 @@
 //
 // Labels are names of groups, ids of daemons that joined them, names of instances, and words of
 // fixed sets (outcomes, phases, states), so the number of series is bounded: a constant times the
-// number of groups, plus one for each daemon of a group, plus two for each of at most
-// kMaxShownInstances instances of a group (P10). A deleted group's series go with it.
+// number of groups, plus one for each daemon of a group, plus two and a histogram of pauses for
+// each of at most kMaxShownInstances instances of a group (P10). A deleted group's series go with
+// it, and an instance's when the group does not have the instance any more.
 //
 // Locks: the node calls the observer under its own mutex. A scrape asks the node for its state
 // while it holds no lock of this file.
@@ -36,8 +37,12 @@ inline constexpr std::array kSecondsBuckets = {0.001, 0.0025, 0.005, 0.01,  0.02
                                                0.25,  0.5,    1.0,   2.5,   5.0,   10.0, 30.0,
                                                60.0,  120.0,  300.0, 900.0, 3600.0};
 
+// The same of the histogram of pauses, which every instance has: few, and shorter.
+inline constexpr std::array kPauseBuckets = {0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025,
+                                             0.1,    0.5,   2.5,    10.0,  60.0, 600.0};
+
 // The most instances of a group that have series of their own. Those that are not ready come first,
-// then the others by their lag, the largest first.
+// then the others by their lag, the largest first; of pauses, those that were there first.
 inline constexpr size_t kMaxShownInstances = 128;
 
 // Counts since the daemon started, or since the group was created. Thread-safe; a call takes about
@@ -50,6 +55,8 @@ class Metrics : public DaemonObserver {
   void UpdateEnded(const UpdateReport& report) override;
   void CatchUpEnded(const std::string& group, CatchUpEnd end, int64_t bytes,
                     Duration took) override;
+  void InstanceReleased(const std::string& group, const std::string& instance, Duration pause,
+                        FlipEnd flip) override;
   void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) override;
   void IntegrityFailure(const std::string& group) override;
   void InstanceEvicted(const std::string& group, std::string_view reason) override;
@@ -64,11 +71,17 @@ class Metrics : public DaemonObserver {
   std::string Text(const std::function<v1::GetStatusResponse()>& status) const;
 
  private:
-  struct Histogram {
+  template <const auto& kBounds>
+  struct HistogramOf {
     // counts[i] has the durations up to bound i, and the last element those beyond all bounds.
-    std::array<uint64_t, kSecondsBuckets.size() + 1> counts{};
+    std::array<uint64_t, kBounds.size() + 1> counts{};
     double sum = 0;
     void Observe(Duration duration);
+  };
+  using Histogram = HistogramOf<kSecondsBuckets>;
+  struct Pauses {
+    HistogramOf<kPauseBuckets> histogram;
+    uint64_t last = 0;  // how many updates were committed before its last pause ended
   };
   static constexpr size_t kPhases = 4;
   static constexpr size_t kMoves = 3;
@@ -84,7 +97,10 @@ class Metrics : public DaemonObserver {
     uint64_t catch_up_bytes = 0;
     uint64_t integrity_failures = 0;
     uint64_t rollbacks = 0;  // committed
+    uint64_t flips = 0;      // committed
     uint64_t flip_backs = 0;
+    std::map<std::string, Pauses> pauses{};  // by instance
+    Histogram staging;                       // of updates that reached the flips
     Histogram total;
     Histogram catch_up;  // of catch-ups that were committed
     std::array<Histogram, kPhases> phases;
@@ -92,9 +108,14 @@ class Metrics : public DaemonObserver {
   class Families;
   static void Show(const std::string& group, const GroupCounts& counts, Families* families);
   static void Show(const v1::GroupStatus& group, Families* families);
+  static void ShowPauses(const v1::GroupStatus& group, const GroupCounts& counts,
+                         Families* families);
   static void ShowArenas(const v1::GetStatusResponse& status, Families* families);
   static void ShowInstances(const v1::GroupStatus& group, Families* families);
   static void Show(const v1::GetStatusResponse& status, Families* families);
+
+  // Makes room for pauses of other instances.
+  static void ForgetPauses(GroupCounts* counts);
 
   // Null: the group is beyond the limit.
   GroupCounts* Find(const std::string& group) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -65,11 +65,16 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   chained.pushed_bytes = {1, 999, 0, 0};
   chained.flip = std::chrono::milliseconds(3);
   chained.rollback = true;
-  chained.flip_backs = 1;
   metrics.UpdateEnded(chained);
+  UpdateReport flipped = Committed("policy");
+  flipped.flip = std::chrono::milliseconds(3);
+  metrics.UpdateEnded(flipped);
+  for (const FlipEnd end : {FlipEnd::kBack, FlipEnd::kCommitted, FlipEnd::kNone, FlipEnd::kBack,
+                            FlipEnd::kCommitted, FlipEnd::kCommitted}) {
+    metrics.InstanceReleased("policy", "a", milliseconds(3), end);
+  }
   UpdateReport failed = Aborted("policy", kReasonDeadline);
   failed.rollback = true;
-  failed.flip_backs = 2;
   metrics.UpdateEnded(failed);
   metrics.BytesMoved("policy", MoveKind::kCopy, 5'000'000'000);
   metrics.BytesMoved("policy", MoveKind::kExchange, 7);
@@ -81,10 +86,10 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   INFO(text);
   const auto value = [&](const std::string& series) { return ValueOf(text, series); };
   const std::string updates = R"(refitd_updates_total{group="policy",result=)";
-  CHECK(value(updates + R"("committed",reason=""})") == "2");
+  CHECK(value(updates + R"("committed",reason=""})") == "3");
   CHECK(value(updates + R"("aborted",reason="deadline"})") == "1");
   CHECK(value(updates + R"("aborted",reason="verification"})") == "0");
-  CHECK(value(R"(refitd_update_bytes_total{group="policy"})") == "2000");
+  CHECK(value(R"(refitd_update_bytes_total{group="policy"})") == "3000");
   CHECK(value(R"(refitd_pushed_bytes_total{group="policy",broadcast="direct"})") == "1");
   CHECK(value(R"(refitd_pushed_bytes_total{group="policy",broadcast="chain"})") == "999");
   CHECK(value(R"(refitd_pushed_bytes_total{group="policy",broadcast="nccl"})") == "0");
@@ -93,7 +98,11 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value(R"(refitd_moved_bytes_total{group="policy",move="exchange"})") == "7");
   CHECK(value(R"(refitd_integrity_failures_total{group="policy"})") == "1");
   CHECK(value(R"(refitd_rollbacks_total{group="policy"})") == "1");
-  CHECK(value(R"(refitd_flip_backs_total{group="policy"})") == "3");
+  CHECK(value(R"(refitd_flip_backs_total{group="policy"})") == "2");
+  CHECK(value(R"(refitd_flips_total{group="policy"})") == "3");
+  // The rollback staged nothing.
+  CHECK(value(R"(refitd_staging_seconds_count{group="policy"})") == "1");
+  CHECK(std::stod(value(R"(refitd_staging_seconds_sum{group="policy"})")) == Approx(4.3));
   CHECK(value(R"(refitd_restores_total{group="policy",result="unchanged"})") == "2");
   CHECK(value(R"(refitd_restores_total{group="policy",result="changed"})") == "1");
   CHECK(value(R"(refitd_catch_ups_total{group="policy",result="committed"})") == "1");
@@ -101,16 +110,16 @@ TEST_CASE("What the node reports is shown by group, outcome, reason, phase and m
   CHECK(value(R"(refitd_catch_ups_total{group="policy",result="failed"})") == "0");
   CHECK(value(R"(refitd_catch_up_bytes_total{group="policy"})") == "300");
   CHECK(value(R"(refitd_catch_up_seconds_count{group="policy"})") == "1");
-  CHECK(value(R"(refitd_update_seconds_count{group="policy"})") == "3");
-  CHECK(std::stod(value(R"(refitd_update_seconds_sum{group="policy"})")) == Approx(38.606));
-  CHECK(value(R"(refitd_update_seconds_bucket{group="policy",le="5"})") == "2");
+  CHECK(value(R"(refitd_update_seconds_count{group="policy"})") == "4");
+  CHECK(std::stod(value(R"(refitd_update_seconds_sum{group="policy"})")) == Approx(42.909));
+  CHECK(value(R"(refitd_update_seconds_bucket{group="policy",le="5"})") == "3");
   const std::string phase = R"({group="policy",phase=)";
-  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("prepare"})") == "3");
+  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("prepare"})") == "4");
   // The aborted update did not reach this phase.
-  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("data"})") == "2");
+  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("data"})") == "3");
   CHECK(std::stod(value("refitd_update_phase_seconds_sum" + phase + R"("verify"})")) ==
-        Approx(8.0));
-  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("flip"})") == "1");
+        Approx(12.0));
+  CHECK(value("refitd_update_phase_seconds_count" + phase + R"("flip"})") == "2");
   CHECK_THAT(text, Contains("# TYPE refitd_update_phase_seconds histogram") &&
                        Contains("# HELP refitd_updates_total ") &&
                        Contains("# TYPE refitd_updates_total counter"));
@@ -283,6 +292,47 @@ TEST_CASE("Instances beyond the limit have no series, and those that are not rea
   CHECK(SeriesNaming(text, "refitd_instance_ready{") == kMaxShownInstances);
   CHECK(ValueOf(text, R"(refitd_instance_ready{group="policy",engine="odd"})") == "0");
   CHECK(ValueOf(text, R"(refitd_instances_ready{group="policy"})") == "1000");
+}
+
+// Every instance that is named is paused once, for 3 ms, in an update that is committed.
+void Update(Metrics* metrics, const std::vector<std::string>& instances) {
+  for (const std::string& instance : instances) {
+    metrics->InstanceReleased("policy", instance, milliseconds(3), FlipEnd::kNone);
+  }
+  metrics->UpdateEnded(Committed("policy"));
+}
+
+TEST_CASE("Pauses are shown by instance, as long as the group has the instance") {
+  Metrics metrics(8);
+  Update(&metrics, {"i0", "i1", "odd"});
+  Update(&metrics, {"i0"});
+  const std::string text = TextOf(metrics, [] { return WithInstances(1); });
+  INFO(text);
+  const std::string of = R"(refitd_pause_seconds_bucket{group="policy",engine=)";
+  CHECK(ValueOf(text, of + R"("i0",le="0.0025"})") == "0");
+  CHECK(ValueOf(text, of + R"("i0",le="0.005"})") == "2");
+  CHECK(ValueOf(text, of + R"("odd",le="+Inf"})") == "1");
+  CHECK(SeriesNaming(text, R"(engine="i1")") == 0);
+  CHECK(SeriesNaming(text, R"(refitd_pause_seconds_sum{group="policy",engine="unknown")") == 0);
+}
+
+TEST_CASE("Pauses of instances beyond the limit have no series until others are gone") {
+  const auto shown = [](const Metrics& metrics) {
+    const std::string text = TextOf(metrics, [] { return WithInstances(1000); });
+    return std::pair(
+        SeriesNaming(text, "refitd_pause_seconds_count{"),
+        SeriesNaming(text, R"(refitd_pause_seconds_count{group="policy",engine="odd")"));
+  };
+  Metrics metrics(8);
+  std::vector<std::string> instances;
+  for (size_t i = 0; i < kMaxShownInstances; ++i) instances.push_back("i" + std::to_string(i));
+  instances.emplace_back("odd");
+  Update(&metrics, instances);
+  CHECK(shown(metrics) == std::pair<size_t, size_t>(kMaxShownInstances, 0));
+  for (int update = 0; update < 10; ++update) Update(&metrics, {"i1", "odd"});
+  CHECK(shown(metrics) == std::pair<size_t, size_t>(2, 1));
+  for (int update = 0; update < 100; ++update) metrics.UpdateEnded(Aborted("policy", kReasonDrain));
+  CHECK(shown(metrics) == std::pair<size_t, size_t>(2, 1));
 }
 
 TEST_CASE("A joined daemon, which does not know the instances, shows none") {

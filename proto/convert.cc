@@ -412,6 +412,7 @@ absl::Status LayoutDecoder::AddBacks(const v1::LayoutChunk& chunk) {
                         kMaxBacksPerLayout);
   }
   layout_.flips = std::max(layout_.flips, chunk.flips());
+  layout_.backs_differ = layout_.backs_differ || chunk.backs_differ();
   for (int i = 0; i < chunk.backs_size(); ++i) {
     layout_.backs.push_back({RegionId(chunk.fronts(i)), RegionId(chunk.backs(i))});
   }
@@ -471,6 +472,7 @@ std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease&
     chunk.add_fronts(pair.region.value());
     chunk.add_backs(pair.back.value());
     chunk.set_flips(layout.flips);
+    chunk.set_backs_differ(layout.backs_differ);
   }
   std::vector<v1::LayoutChunk> chunks = std::move(writer).Take();
   chunks.back().set_last(true);

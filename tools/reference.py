@@ -303,8 +303,7 @@ def comments_of_reasons(text: str) -> list[tuple[str, str]]:
 
 def metrics_page() -> str:
     code, observer = without_comments(read(METRICS_CC)), read(OBSERVER_H)
-    bounds = re.search(r"kSecondsBuckets = \{([^}]*)\}", read(METRICS_H))
-    assert bounds
+    bounds = [re.sub(r"\s+", " ", found) for found in re.findall(r"k(?:Seconds|Pause)Buckets = \{([^}]*)\}", read(METRICS_H))]
     values = [
         ("`phase`", ", ".join(f"`{v}`" for v in array_of(code, "kPhaseNames")) + "; `data` ends with the last commit, so that a compiled refit moves its "
                     "bytes in `verify`"),
@@ -324,7 +323,7 @@ def metrics_page() -> str:
         "`group` and `engine` (an instance) are names that callers give; `daemon` and `peer` are ids of daemons; `state` is a word of "
         "[the state machines](../protocol.md#state-machines).\n",
         table(("label", "values"), values),
-        f"Bounds of the histograms' buckets, seconds: {', '.join(bounds[1].split())}.".replace(",,", ","),
+        f"Bounds of the histograms' buckets, seconds: {bounds[0]}; of `refitd_pause_seconds`: {bounds[1]}.",
         "",
     ])
 

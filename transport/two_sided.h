@@ -39,6 +39,12 @@ class TwoSided {
   // Makes the other side equal to the mapped one, on which all work must have ended. Waits until
   // the bytes are there.
   virtual absl::Status CopyToBack() = 0;
+  // Maps the other side at another address, to be read until UnmapBack; neither CopyToBack nor Flip
+  // may come in between. Returns the address, on a device one of that device. FAILED_PRECONDITION:
+  // it is mapped already.
+  virtual absl::StatusOr<char*> MapBack() = 0;
+  // All work on that mapping must have ended. Has no effect where there is none.
+  virtual void UnmapBack() = 0;
   // The other side is mapped at data() from now on. Nothing may read or write there meanwhile, and
   // a device's work must have ended. DATA_LOSS: neither side is mapped any more; other errors:
   // nothing has changed.

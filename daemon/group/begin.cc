@@ -59,18 +59,18 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
                         group::Seconds(limits.max_duration));
   }
   // A catch-up gives way, so the call is checked as if none ran.
-  const bool free = update == nullptr || CatchUpRuns();
+  const Update* const opened = Opened();
   REFITD_RETURN_IF_ERROR(
-      group::CheckTensors(e.tensor_count, free ? 0 : update->push.TensorCount()));
+      group::CheckTensors(e.tensor_count, opened == nullptr ? 0 : opened->push.TensorCount()));
   REFITD_RETURN_IF_ERROR(
-      group::CheckCount("total_bytes", e.total_bytes, free ? 0 : update->total_bytes));
-  if (free) {
+      group::CheckCount("total_bytes", e.total_bytes, opened == nullptr ? 0 : opened->total_bytes));
+  if (opened == nullptr) {
     if (state == GroupState::kDrained || (CatchUpRuns() && state == GroupState::kDraining)) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
     }
     return versions.CheckGreater(e.version);
   }
-  return CheckJoins(*update, member, e);
+  return CheckJoins(*opened, member, e);
 }
 
 void Group::Impl::On(const BeginEvent& e) {
@@ -80,7 +80,8 @@ void Group::Impl::On(const BeginEvent& e) {
   if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   absl::Status status = CheckBegin(*member, e);
   // Refit names no method: only ranks that call Begin decide it.
-  if (status.ok() && update != nullptr) status = update->push.CheckBroadcast(e.broadcast);
+  Update* opened = Opened();
+  if (status.ok() && opened != nullptr) status = opened->push.CheckBroadcast(e.broadcast);
   if (status.ok() && NeedsSlots(e.broadcast) && !e.slots_on_devices) {
     status = Precondition(
         "broadcast: {} goes through slots on the GPUs of one daemon, and there are none",
@@ -90,24 +91,27 @@ void Group::Impl::On(const BeginEvent& e) {
     out.Refuse(e.call, std::move(status));
     return;
   }
-  if (CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
-  if (update == nullptr) Open(e);
-  if (update->state == UpdateState::kOpening) {
-    update->push.TakeBroadcast(e.broadcast, e.slots_on_devices, member->label);
-    update->tensor_count = std::max(update->tensor_count, e.tensor_count);
-    update->total_bytes = std::max(update->total_bytes, e.total_bytes);
-    update->hold = update->hold || e.hold;
-    if (!e.note.empty() && update->note.empty()) {
-      update->note = e.note;
-      out.Log(LogLine::kInfo, fmt::format("update to version {}: {}", update->version, e.note));
+  if (opened == nullptr) {
+    if (CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
+    Open(e);
+    opened = update.get();
+  }
+  if (opened->state == UpdateState::kOpening) {
+    opened->push.TakeBroadcast(e.broadcast, e.slots_on_devices, member->label);
+    opened->tensor_count = std::max(opened->tensor_count, e.tensor_count);
+    opened->total_bytes = std::max(opened->total_bytes, e.total_bytes);
+    opened->hold = opened->hold || e.hold;
+    if (!e.note.empty() && opened->note.empty()) {
+      opened->note = e.note;
+      out.Log(LogLine::kInfo, fmt::format("update to version {}: {}", opened->version, e.note));
     }
   }
   const std::shared_ptr<Request> request = requests.Track(e.member, what, e.request_id, e.call);
-  TrainerProgress& progress = update->push.Join(member);
-  if (update->state == UpdateState::kOpening) progress.without_layout = e.without_layout;
+  TrainerProgress& progress = opened->push.Join(member);
+  if (opened->state == UpdateState::kOpening) progress.without_layout = e.without_layout;
   if (member->state == MemberState::kReady) {
     // The rank missed the answer to its first call.
-    requests.Finish(request, absl::OkStatus(), ReplyOf(*update, slots, out.now()));
+    requests.Finish(request, absl::OkStatus(), ReplyOf(*opened, slots, out.now()));
   } else {
     progress.begins.push_back(request);
   }

@@ -67,6 +67,7 @@ struct Coordinator::Impl {
   void On(NodeId node, const PeerAttach& r);
   void On(NodeId node, const MemberLost& r);
   void On(NodeId node, const PeerLayout& r);
+  void Register(LayoutRegistered e);
   void On(NodeId node, PeerCall& r);
   void On(NodeId node, const CallGone& r);
   template <typename MemberEvent>
@@ -224,8 +225,7 @@ void Coordinator::Impl::On(GroupEvent& event) {
   } else if (const auto* layout = std::get_if<LayoutRegistered>(&event)) {
     LayoutRegistered with_digest = *layout;
     if (!with_digest.digest.has_value()) with_digest.digest = layout->layout->Digest();
-    layouts.Set(layout->member, layout->layout, *with_digest.digest);
-    return Feed(std::move(with_digest));
+    return Register(std::move(with_digest));
   } else if (const auto* bucket = std::get_if<BucketEvent>(&event)) {
     // The bucket as the trainer described it: this daemon compares the header with it (P5).
     buckets.emplace(bucket->call, bucket->bucket);
@@ -383,8 +383,13 @@ void Coordinator::Impl::On(NodeId node, const PeerLayout& r) {
   remotes.AddCall(call, {node, r.call});
   const uint64_t digest = r.digest.has_value() ? *r.digest : r.layout->Digest();
   const std::shared_ptr<const Layout> layout = engine ? layouts.Share(r.layout, digest) : r.layout;
-  layouts.Set(ours, layout, digest);
-  Feed(LayoutRegistered{ours, layout, call, digest, r.content, engine && r.shadowed});
+  Register({ours, layout, call, digest, r.content, engine && r.shadowed, engine && r.backs_differ});
+}
+
+// Updates name the layouts to the joined daemons, also the update that the event lets begin.
+void Coordinator::Impl::Register(LayoutRegistered e) {
+  if (!e.backs_differ && group.CheckLayout(e).ok()) layouts.Set(e.member, e.layout, *e.digest);
+  Feed(std::move(e));
 }
 
 void Coordinator::Impl::On(NodeId node, PeerCall& r) {

@@ -338,6 +338,32 @@ TEST_CASE(
   CHECK(last().status == room);
 }
 
+TEST_CASE("an update named the digest of a layout that had been refused") {
+  Fixture f;
+  f.Do(GroupEvent(TrainerAttached{kTrainer, {0, 1, 100, {}, ""}}));
+  EngineIdentity engine;
+  engine.instance = "i";
+  engine.world_size = 2;
+  constexpr MemberId kOther{78};
+  f.Report(PeerAttach{kRemoteEngine, engine});
+  engine.rank = 1;
+  f.Report(PeerAttach{kOther, engine});
+  const auto layout = LayoutOf({Bytes("t", 100), Bytes("u", 100)});
+  for (const MemberId rank : {kRemoteEngine, kOther}) f.Report(PeerLayout{rank, layout});
+  PeerLayout wrong{kRemoteEngine, LayoutOf({Bytes("t", 100)}), CallId(50)};
+  wrong.shadowed = true;  // where the other rank has no backs
+  f.Report(wrong);
+  REQUIRE(f.Sent<Reply>().back().status.code() == absl::StatusCode::kInvalidArgument);
+  BeginEvent begin;
+  begin.call = CallId(1);
+  begin.member = kTrainer;
+  begin.version = Version(1);
+  f.Do(GroupEvent(begin));
+  const PeerPrepare prepare = f.Sent<PeerPrepare>().at(0);
+  REQUIRE(prepare.layout_digests.size() == 2);
+  for (const uint64_t digest : prepare.layout_digests) CHECK(digest == layout->Digest());
+}
+
 TEST_CASE("a communicator that was up is closed everywhere when a rank gives its end of it back") {
   Fixture f;
   f.OpenUpdate();

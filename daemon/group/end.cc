@@ -80,7 +80,8 @@ void LogEnd(const group::Update& update, Outcome outcome, const std::string& rea
 
 // Describes an update that ended at `now`.
 UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& reason,
-                  const Failure& failure, TimePoint now) {
+                  const Failure& failure, const std::vector<InstanceOutcome>& instances,
+                  TimePoint now) {
   UpdateEnded ended;
   ended.update = u.id;
   ended.version = u.version;
@@ -90,7 +91,7 @@ UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& re
   ended.catch_up = u.catch_up.has_value();
   ended.gave_way = ended.catch_up && u.catch_up->gave_way;
   ended.rollback = u.content.has_value();
-  ended.flip_backs = u.participants.FlipBacks();
+  ended.instances = instances;
   ended.bytes = ended.catch_up ? u.participants.WrittenBytes() : u.push.accepted_bytes();
   ended.total = now - u.started;
   ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
@@ -334,14 +335,15 @@ void Group::Impl::On(const KeepNodesOut& e) {
 
 // ---- giving up ----
 
-void Group::Impl::Abandon(GiveUp why) {
-  if (update->state == UpdateState::kEnding) return;
-  Step(&update->state, UpdateTrigger::kGiveUp);
-  update->give_up = std::move(why);
-  update->cleanup_deadline = out.now() + limits.cleanup_limit;
-  out.Do(UpdateAbandoned{update->id});
-  update->push.DropUnstarted();
+void Group::Impl::Abandon(Update* given_up, GiveUp why) {
+  if (given_up->state == UpdateState::kEnding) return;
+  Step(&given_up->state, UpdateTrigger::kGiveUp);
+  given_up->give_up = std::move(why);
+  given_up->cleanup_deadline = out.now() + limits.cleanup_limit;
+  out.Do(UpdateAbandoned{given_up->id});
+  given_up->push.DropUnstarted();
   out.Changed();
+  if (given_up == waiting.get()) GiveWay("an update has to end");
 }
 
 void Group::Impl::On(const AbortEvent& e) {
@@ -360,27 +362,29 @@ void Group::Impl::On(const AbortEvent& e) {
                     EmptyReply{});
     return;
   }
-  if (update == nullptr || update->version != e.version ||
-      group::IsAnother(e.update, update.get()) || !update->push.HasBegun(*member)) {
+  Update* const opened = Opened();
+  if (opened == nullptr || opened->version != e.version || group::IsAnother(e.update, opened) ||
+      !opened->push.HasBegun(*member)) {
     out.Refuse(e.call,
                Precondition("no update to version {} is open for {}", e.version, member->label));
     return;
   }
   requests.Track(e.member, what, e.request_id, e.call);
-  Abandon({fmt::format("{} gave the update up: {}", member->label, e.reason), GiveUpClass::kAborted,
-           members.Suspecting(member->id)});
+  Abandon(opened, {fmt::format("{} gave the update up: {}", member->label, e.reason),
+                   GiveUpClass::kAborted, members.Suspecting(member->id)});
 }
 
 void Group::Impl::On(const OperatorAbort& e) {
-  if (update == nullptr) {
+  Update* const aborted = waiting != nullptr ? waiting.get() : update.get();
+  if (aborted == nullptr) {
     out.Refuse(e.call, Precondition("group {}: no update runs", name));
     return;
   }
-  update->operator_calls.push_back(e.call);
+  aborted->operator_calls.push_back(e.call);
   Failure failure;
   failure.Add({SuspectRole::kOperator, "", "", std::nullopt, 0});
-  Abandon({fmt::format("an operator gave the update up: {}", e.reason), GiveUpClass::kOperator,
-           std::move(failure)});
+  Abandon(aborted, {fmt::format("an operator gave the update up: {}", e.reason),
+                    GiveUpClass::kOperator, std::move(failure)});
 }
 
 void Group::Impl::On(const FailUpdate& e) {
@@ -440,7 +444,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   last.instances = outcomes;
   last.elapsed = out.now() - update->started;
   history.Add(std::move(last), PastUpdate{outcome, text, failure});
-  UpdateEnded ended = Ended(*update, outcome, reason, failure, out.now());
+  UpdateEnded ended = Ended(*update, outcome, reason, failure, outcomes, out.now());
   if (!CatchUpRuns()) ended.pushed = bucket_log.Totals();
   LogEnd(*update, outcome, reason, &out);
   ended.remains = update->coverage.TakeRemains();
@@ -451,7 +455,7 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   // A slot that its holder keeps beyond the update must not end a later update by its lease limit.
   slots.EndLimits();
   catch_up.Look();
-  Step(&state, GroupTrigger::kEnd);
+  if (waiting == nullptr) Step(&state, GroupTrigger::kEnd);
   out.Changed();
 }
 
@@ -476,14 +480,16 @@ void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Fai
     return WithFailure(Error(code, "the update to version {} is lost: {}", update->version, reason),
                        failure);
   };
-  // Includes calls whose callers went away, since a repeat gets the stored answer.
-  const group::Requests::ByCall waiting = requests.unfinished();
+  // Includes calls whose callers went away, since a repeat gets the stored answer. No call waits
+  // for a catch-up, but some may for the update that waits.
+  const group::Requests::ByCall awaited =
+      CatchUpRuns() ? group::Requests::ByCall() : requests.unfinished();
   CommitReply done{
       update->version,     outcomes, update->push.accepted_bytes(), out.now() - update->started,
       bucket_log.Totals(), {}};
   done.left_out = update->coverage.FindLeftOut();
   done.content = update->content;
-  for (const auto& [call, request] : waiting) {
+  for (const auto& [call, request] : awaited) {
     if (committed) {
       REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit ||
                    request->kind == CallKind::kRollback);
@@ -536,7 +542,7 @@ Failure group::SuspectAwaited(const Update& update, const Membership& members) {
 }
 
 // Names who is waited for now, for messages (P4).
-std::string Group::Impl::WaitedFor() const {
+std::string Group::Impl::WaitedFor(TimePoint now) const {
   switch (update->state) {
     case UpdateState::kOpening: {
       std::vector<std::string> missing;
@@ -544,7 +550,7 @@ std::string Group::Impl::WaitedFor() const {
       if (missing.empty() && (CatchUpRuns() || compiler.busy())) {
         missing.emplace_back("the program to be compiled");
       }
-      if (missing.empty() && rollback.Holds()) missing.push_back(rollback.Describe());
+      if (missing.empty() && rollback.Holds()) missing.push_back(rollback.Describe(now));
       return group::Few(missing);
     }
     case UpdateState::kPreparing: {

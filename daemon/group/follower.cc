@@ -224,7 +224,7 @@ void Follower::Impl::On(const LayoutRegistered& e) {
   const uint64_t digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   layouts[e.call] = {e.member, e.layout, digest};
   Report(PeerLayout{e.member, e.layout, e.call, absl::OkStatus(), digest, e.content,
-                    absl::OkStatus(), e.shadowed});
+                    absl::OkStatus(), e.shadowed, e.backs_differ});
 }
 
 // Commands come in order: an update that counts on the layout is prepared after this answer.
@@ -232,7 +232,8 @@ void Follower::Impl::AnswerLayout(CallId call, const absl::Status& status) {
   const auto it = layouts.find(call);
   const SentLayout sent = std::move(it->second);
   layouts.erase(it);
-  if (const auto member = members.find(sent.member); member != members.end() && status.ok()) {
+  if (const auto member = members.find(sent.member);
+      member != members.end() && status.ok() && !sent.layout->backs_differ) {
     member->second.layout = sent.layout;
     member->second.layout_digest = sent.digest;
   }

@@ -42,12 +42,14 @@ Group::Impl::Impl(std::string group_name, uint64_t incarnation, GroupSpec spec,
 
 void Group::Impl::Pump() {
   if (CatchUpRuns() && update->state != UpdateState::kEnding) {
+    if (waiting != nullptr && !rollback.Holds()) GiveWay("the hold is over");
     for (const std::string& source_instance : update->catch_up->source_instances) {
       if (!catch_up.Gives(source_instance))
         GiveWay(fmt::format("instance {} can't give any more", source_instance));
     }
   }
   PumpUpdate();
+  if (update == nullptr && waiting != nullptr) Resume();
   ExpelUnwelcome();
   while (catch_up.anyone_waits() && !CatchUpRuns()) {
     std::visit([this](const auto& e) { On(e); }, catch_up.TakeDeferred());
@@ -90,10 +92,23 @@ void Group::Impl::PumpUpdate() {
 
 // ---- catch-ups ----
 
+bool Group::Impl::WaitsForHold() const {
+  return TrainersUpdateRuns() && update->state == UpdateState::kOpening && rollback.Holds() &&
+         out.now() < update->deadline;
+}
+
+void Group::Impl::Resume() {
+  update = std::move(waiting);
+  update->id = next_update();  // ids grow with the updates that are assembled
+  PumpUpdate();
+}
+
 void Group::Impl::OpenCatchUpIfDue() {
-  if (update != nullptr) return;
-  catch_up.FindDue(state == GroupState::kIdle);
+  const bool waits = WaitsForHold();
+  if (update != nullptr && !waits) return;
+  catch_up.FindDue(!group::Drains(state));
   if (!catch_up.TakeDue()) return;
+  waiting = std::move(update);
   update = std::make_shared<Update>(next_update(), *versions.last(), below);
   update->started = out.now();
   update->deadline = out.now() + limits.max_duration;
@@ -101,10 +116,11 @@ void Group::Impl::OpenCatchUpIfDue() {
   update->evict_late = true;
   requests.NoteCall();
   update->catch_up.emplace();
-  Step(&state, GroupTrigger::kOpen);
+  if (!waits) Step(&state, GroupTrigger::kOpen);
   out.Changed();
   PumpUpdate();
-  if (update == nullptr) catch_up.FindDue(state == GroupState::kIdle);
+  if (update == nullptr && waiting != nullptr) Resume();
+  if (update == nullptr || WaitsForHold()) catch_up.FindDue(!group::Drains(state));
 }
 
 void Group::Impl::GiveWay(std::string reason) {
@@ -117,23 +133,24 @@ void Group::Impl::GiveWay(std::string reason) {
 
 absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted,
                                                              UpdateId wanted_update) {
-  if (group::IsAnother(wanted_update, update.get())) return history.Refuse(wanted_update, wanted);
-  const bool open = TrainersUpdateRuns();
-  if (!open || update->version != wanted) {
+  Update* const opened = Opened();
+  if (group::IsAnother(wanted_update, opened)) return history.Refuse(wanted_update, wanted);
+  const bool open = opened != nullptr && !opened->content.has_value();
+  if (!open || opened->version != wanted) {
     REFITD_RETURN_IF_ERROR(history.Refuse(wanted));
     if (!open) return Precondition("no update to version {} is open: begin it first", wanted);
     return Precondition("version: {}, but the update that runs is to version {}", wanted,
-                        update->version);
+                        opened->version);
   }
-  if (update->state == UpdateState::kEnding) {
-    Failure failure = update->give_up.failure;
+  if (opened->state == UpdateState::kEnding) {
+    Failure failure = opened->give_up.failure;
     failure.version = wanted.value();
     return WithFailure(Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
-                             wanted, update->give_up.reason),
+                             wanted, opened->give_up.reason),
                        failure);
   }
-  const auto it = update->push.trainers().find(member.rank);
-  if (member.state != MemberState::kReady || it == update->push.trainers().end()) {
+  const auto it = opened->push.trainers().find(member.rank);
+  if (member.state != MemberState::kReady || it == opened->push.trainers().end()) {
     return Precondition("the Begin of version {} by {} was not answered yet", wanted, member.label);
   }
   return &it->second;
@@ -224,11 +241,12 @@ void Group::Impl::On(const CallGone& e) {
     return;
   }
   if (slots.Leave(e.call, why)) return;
-  if (update != nullptr && std::erase(update->operator_calls, e.call) > 0) {
-    out.Refuse(e.call, why);
-  } else {
-    catch_up.Leave(e.call, why);
+  for (const std::shared_ptr<Update>& aborted : {update, waiting}) {
+    if (aborted != nullptr && std::erase(aborted->operator_calls, e.call) > 0) {
+      return out.Refuse(e.call, why);
+    }
   }
+  catch_up.Leave(e.call, why);
 }
 
 // ---- time ----
@@ -272,9 +290,10 @@ void Group::Impl::On(const Tick&) {
       // The transfers that still run may touch one instance only, or belong to a daemon that is
       // silent. The other members need not stay paused for them.
       update->cleanup_logged = true;
-      out.Log(LogLine::kError,
-              fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
-                          update->version, group::Seconds(limits.cleanup_limit), WaitedFor()));
+      out.Log(
+          LogLine::kError,
+          fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
+                      update->version, group::Seconds(limits.cleanup_limit), WaitedFor(out.now())));
       update->participants.Abort(/*quiet=*/true, update->give_up.reason, update->give_up.failure);
       out.Do(CleanUpOverdue{update->id});
       out.Changed();
@@ -282,11 +301,13 @@ void Group::Impl::On(const Tick&) {
   } else if (update != nullptr) {
     TickUpdate();
   }
+  // The update that waits is given up once it is resumed.
+  if (waiting != nullptr && out.now() >= waiting->deadline) GiveWay("an update has to end");
   if (catch_up.any_overdue()) {
-    catch_up.RefuseOverdue(
-        WithFailure(Error(absl::StatusCode::kDeadlineExceeded,
-                          "the catch-up that runs did not end in time: waited for {}", WaitedFor()),
-                    group::SuspectAwaited(*update, members)));
+    catch_up.RefuseOverdue(WithFailure(
+        Error(absl::StatusCode::kDeadlineExceeded,
+              "the catch-up that runs did not end in time: waited for {}", WaitedFor(out.now())),
+        group::SuspectAwaited(*update, members)));
   }
   catch_up.LookIfDue();
   slots.RefuseOverdue();
@@ -301,7 +322,7 @@ void Group::Impl::TickUpdate() {
   if (out.now() >= update->deadline) {
     Abandon({fmt::format("the update's deadline passed after {} (Begin's duration, else "
                          "limits.default_duration_ms): waited for {}",
-                         group::Seconds(update->deadline - update->started), WaitedFor()),
+                         group::Seconds(update->deadline - update->started), WaitedFor(out.now())),
              GiveUpClass::kDeadline, group::SuspectAwaited(*update, members), kDeadline, kDeadline,
              kDeadline, kDeadline});
     return;
@@ -324,7 +345,7 @@ void Group::Impl::TickUpdate() {
   if (const std::optional<TimePoint> idle = IdleDeadline();
       idle.has_value() && *idle <= out.now()) {
     Abandon({fmt::format("no call from any trainer rank for {} (limits.idle_ms): waited for {}",
-                         group::Seconds(limits.idle_limit), WaitedFor()),
+                         group::Seconds(limits.idle_limit), WaitedFor(out.now())),
              GiveUpClass::kDeadline, group::SuspectAwaited(*update, members)});
   }
 }
@@ -333,13 +354,14 @@ void Group::Impl::TickUpdate() {
 
 void Group::Impl::On(const ReplaceGroup& e) {
   // A catch-up gives way: it ends with its late instances dirty, as all instances are then.
-  if (CatchUpRuns()) GiveWay("the group is replaced");
+  const bool alone = CatchUpRuns() && waiting == nullptr;
+  if (alone) GiveWay("the group is replaced");
   const std::optional<GroupState> next =
-      CatchUpRuns() ? std::optional(state) : Next(state, GroupTrigger::kReplace);
+      alone ? std::optional(state) : Next(state, GroupTrigger::kReplace);
   if (!next.has_value()) {
     out.Refuse(e.call,
                Error(absl::StatusCode::kFailedPrecondition,
-                     "group {}: replace: an update to version {} runs", name, update->version));
+                     "group {}: replace: an update to version {} runs", name, Opened()->version));
     return;
   }
   state = *next;
@@ -422,9 +444,9 @@ std::optional<TimePoint> Group::NextDeadline() const {
     return next;
   }
   consider(update->deadline);
-  if (update->state == UpdateState::kOpening && impl_->rollback.Holds()) {
-    consider(impl_->rollback.held_until());
-  }
+  if (impl_->waiting != nullptr) consider(impl_->waiting->deadline);
+  if (impl_->WaitsForHold()) consider(impl_->catch_up.due());
+  if (impl_->waiting != nullptr || impl_->WaitsForHold()) consider(impl_->rollback.held_until());
   if (update->awaits_ready()) consider(update->ready_deadline);
   if (const auto ack = update->push.FirstLate(); ack.has_value()) consider(ack->first);
   consider(impl_->IdleDeadline());
@@ -459,6 +481,8 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
   return absl::OkStatus();
 }
 
+absl::Status Group::CheckLayout(const LayoutRegistered& e) const { return impl_->CheckLayout(e); }
+
 bool Group::SendsFrom(NodeId node) const {
   if (!impl_->CatchUpRuns()) return TrainsOn(node);
   const std::vector<MemberId>& sources = impl_->update->catch_up->sources;
@@ -473,7 +497,8 @@ bool Group::TrainsOn(NodeId node) const { return impl_->members.TrainsOn(node); 
 std::string Group::KeptOut(NodeId node) const { return impl_->members.WhyKeptOut(node); }
 
 PastUpdate Group::Past(Version version) const {
-  if (impl_->TrainersUpdateRuns() && impl_->update->version == version) {
+  const group::Update* const opened = impl_->Opened();
+  if (opened != nullptr && !opened->content.has_value() && opened->version == version) {
     return {Outcome::kRunning, ""};
   }
   return impl_->history.Find(version);

@@ -203,6 +203,8 @@ struct EngineIdentity {
   absl::Status refused{};
   // SendCommitted::digest as it came with held_version; 0: the rank does not say.
   uint64_t held_digest = 0;
+  // If held_version is a rollback: the version whose content it has.
+  std::optional<Version> held_content{};
   // Counts the manifest among its sender's bytes while it lives; null: nobody counts.
   std::shared_ptr<const void> counted{};
 };
@@ -272,6 +274,9 @@ struct InstanceOutcome {
   bool committed = false;
   std::string reason;
   Failure failure{};  // of an instance that was not committed
+  bool shadowed = false;
+  bool flipped_back = false;        // it was sent Aborted after a Prepare with flip
+  std::optional<Duration> pause{};  // from Prepare to its outcome; nullopt: not both were sent
 };
 
 struct BeginReply {
@@ -339,6 +344,8 @@ struct LayoutRegistered {
   uint64_t content = 0;
   // Engine ranks: the layout's regions have backs (Layout::backs).
   bool shadowed = false;
+  // Engine ranks: the rank is to have no layout, unless this one is refused (Layout::backs_differ).
+  bool backs_differ = false;
 };
 
 struct BeginEvent {
@@ -671,7 +678,7 @@ struct UpdateRecord {
   UpdateRecord(const UpdateRecord&) = delete;
   UpdateRecord& operator=(const UpdateRecord&) = delete;
 
-  const UpdateId id;
+  UpdateId id;  // constant once the update is assembled
   const Version version;
   // When each phase began or must end, then what Begin asked for.
   TimePoint started;
@@ -883,7 +890,7 @@ struct UpdateEnded {
   // instances changed.
   bool gave_way = false;
   bool rollback = false;
-  int flip_backs = 0;  // instances that were sent Aborted after a Prepare with flip
+  std::vector<InstanceOutcome> instances{};
   // Records that the group needs no more. Freeing those of a large model takes long, so the caller
   // that performs the action frees them where nothing waits.
   std::shared_ptr<const void> remains{};
@@ -964,6 +971,7 @@ struct UpdateView {
   std::optional<Version> content;             // a rollback's
   std::vector<std::string> source_instances;  // a catch-up's: the instances that give
   LeftOut left_out;                           // so far
+  std::string waits_for;                      // a running one's: who is waited for now
 };
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {
@@ -1030,9 +1038,12 @@ class Group {
   bool has_members() const;
   bool has_trainers() const;    // attached
   bool update_running() const;  // catch-ups included
+  // Whether a catch-up runs, and no update waits beside it.
   bool catch_up_running() const;
   // FAILED_PRECONDITION: the member takes loader delivery, or takes part in the running update.
   absl::Status CanRegisterLayout(MemberId member) const;
+  // Whether the group takes that layout.
+  absl::Status CheckLayout(const LayoutRegistered& e) const;
   std::optional<Version> version() const;
   // If that version is a rollback: the version whose content it has.
   std::optional<Version> content() const;

@@ -129,6 +129,7 @@ struct Group::Impl {
   void CheckInvariants() const;
 
   // ---- members.cc ----
+  absl::Status CheckLayout(const LayoutRegistered& e) const;
   void GiveUpOfFormerOwner();
   void ExpelUnwelcome();
   void RefuseDeclared(Member* member, const absl::Status& why);
@@ -159,8 +160,14 @@ struct Group::Impl {
   bool CatchUpRuns() const { return update != nullptr && update->catch_up.has_value(); }
   bool RollbackRuns() const { return update != nullptr && update->content.has_value(); }
   bool TrainersUpdateRuns() const { return update != nullptr && !CatchUpRuns() && !RollbackRuns(); }
+  // The update that a call has opened; null: there is none. It runs, unless a catch-up does.
+  Update* Opened() const { return CatchUpRuns() ? waiting.get() : update.get(); }
+  // Whether the update has asked no engine for anything, and may not before a hold ends.
+  bool WaitsForHold() const;
   void OpenCatchUpIfDue();
   void GiveWay(std::string reason);
+  // The catch-up is over: the update that has waited runs again.
+  void Resume();
   // The call is checked already, so that a call which is refused does not end the catch-up (P10).
   template <typename Event>
   void Defer(const Event& e, std::string_view to) {
@@ -181,13 +188,15 @@ struct Group::Impl {
   void Evict(uint32_t participant, const GiveUp& why);
   // A live rank is late or failed: evicts its instance, or gives the update up.
   void FailEngine(uint32_t participant, const GiveUp& why);
-  void Abandon(GiveUp give_up);
+  // Gives up the update that runs, or that one: the one that waits ends after the catch-up.
+  void Abandon(GiveUp why) { Abandon(update.get(), std::move(why)); }
+  void Abandon(Update* given_up, GiveUp why);
   // `reason` and `failure`: why the update was given up.
   void AnswerAll(bool committed, const std::string& reason, const Failure& failure,
                  const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
   void HoldPrevious();
-  std::string WaitedFor() const;
+  std::string WaitedFor(TimePoint now) const;
 
   group::Outbox out;
   // Constant after construction.
@@ -209,6 +218,7 @@ struct Group::Impl {
   // The machines below an update, which it uses.
   const group::Update::Machines below{limits, &members, &slots, &requests, &bucket_log, &out};
   std::shared_ptr<Update> update;
+  std::shared_ptr<Update> waiting;         // for a hold to end, while a catch-up runs
   std::shared_ptr<const Catalog> catalog;  // of the last update
   group::UpdateHistory history;
 };

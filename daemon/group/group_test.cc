@@ -2213,6 +2213,71 @@ TEST_CASE("an engine that comes back with other bytes than were read back is not
   }
 }
 
+// Attaches an engine that brings a version of another incarnation, which has the content of
+// `content`.
+MemberId AttachRolledBack(TestGroup* g, const std::string& instance, int64_t held, int64_t content,
+                          uint64_t origin = 0x55) {
+  EngineIdentity who{instance, 0, 1, DeliveryMode::kLoader, 0, Version(held), kModel};
+  who.held_origin = origin;
+  who.held_content = Version(content);
+  return g->AttachEngine(std::move(who));
+}
+
+TEST_CASE("a group that was made again served what had been rolled back, if most held it") {
+  GroupSpec spec = SpecOf(1, 1);
+  spec.max_lag = GENERATE(0, 5);
+  TestGroup g(spec);
+  const bool first = GENERATE(false, true);
+  if (first) AttachRolledBack(&g, "flipped", 4, 2);
+  for (const char* const name : {"a", "b", "c"}) AttachHolding(&g, name, 0, 1, 3, 0x55);
+  if (!first) AttachRolledBack(&g, "flipped", 4, 2);
+  AttachHolding(&g, "before", 0, 1, 2, 0x55);
+  const auto standings = StandingsOf(&g);
+  CHECK(standings.at("flipped") == Standing::kClean);
+  for (const char* const name : {"a", "b", "c"}) CHECK(standings.at(name) == Standing::kStray);
+  CHECK(standings.at("before") == (spec.max_lag == 0 ? Standing::kStray : Standing::kClean));
+  // The next version makes all of them ready.
+  g.Install(g.AttachTrainer(), 1, kModel);
+  for (const auto& [name, standing] : StandingsOf(&g)) CHECK(standing == Standing::kClean);
+}
+
+TEST_CASE("a rollback that was left behind, or is of another incarnation, undoes nothing else") {
+  GroupSpec spec = SpecOf(1, 1);
+  spec.max_lag = 5;
+  TestGroup g(spec);
+  for (const char* const name : {"a", "b"}) AttachHolding(&g, name, 0, 1, 7, 0x55);
+  AttachRolledBack(&g, "behind", 4, 2);
+  AttachRolledBack(&g, "elsewhere", 9, 2, 0x66);
+  AttachRolledBack(&g, "nameless", 9, 2, 0);
+  EngineIdentity dirty{"dirty", 0, 1, DeliveryMode::kLoader, 0, std::nullopt, kModel};
+  dirty.dirty = true;
+  g.AttachEngine(std::move(dirty));
+  AttachHolding(&g, "undone", 0, 1, 3, 0x55);
+  AttachHolding(&g, "before", 0, 1, 2, 0x55);
+  const auto standings = StandingsOf(&g);
+  CHECK(standings.at("a") == Standing::kClean);
+  CHECK(standings.at("b") == Standing::kClean);
+  CHECK(standings.at("behind") == Standing::kClean);  // as near as max_lag asks
+  CHECK(standings.at("before") == Standing::kClean);
+  CHECK(standings.at("undone") == Standing::kStray);
+  CHECK(standings.at("elsewhere") == Standing::kStray);
+  CHECK(standings.at("nameless") == Standing::kStray);
+  CHECK(standings.at("dirty") == Standing::kDirty);
+}
+
+TEST_CASE("of rollbacks to the same content the last one counts, and none of them is undone") {
+  GroupSpec spec = SpecOf(1, 1);
+  spec.max_lag = 5;
+  TestGroup g(spec);
+  AttachRolledBack(&g, "last", 5, 1);
+  for (const char* const name : {"a", "b"}) AttachRolledBack(&g, name, 3, 1);
+  for (const char* const name : {"c", "d", "e"}) AttachHolding(&g, name, 0, 1, 4, 0x55);
+  const auto standings = StandingsOf(&g);
+  CHECK(standings.at("last") == Standing::kClean);
+  for (const char* const name : {"a", "b"}) CHECK(standings.at(name) == Standing::kClean);
+  for (const char* const name : {"c", "d", "e"}) CHECK(standings.at(name) == Standing::kStray);
+}
+
 TEST_CASE("of engines that bring versions of different incarnations one lineage is ready") {
   TestGroup g(SpecOf(1, 1));
   const auto standings = [&g] {

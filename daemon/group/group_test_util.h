@@ -633,6 +633,7 @@ class TestGroup {
   void On(const SendFlip& a) {
     CheckAlive(a.member);
     CHECK(a.remaining > Duration(0));
+    CHECK(a.remaining <= std::chrono::seconds(30));  // limits.ready_ms
     CHECK(engines.at(a.member).shadowed);
     CHECK(running.empty());
     CHECK_FALSE(verifying.has_value());

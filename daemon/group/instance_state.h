@@ -27,7 +27,7 @@
 //   first_write  the first byte of an update is about to be written or handed over to it
 //   commit       the update committed with this instance in it
 //   give_up      the update aborted, or evicted it with all its ranks alive
-//   rank_lost    a rank's lease ended, and other ranks stay
+//   rank_lost    a rank's lease ended, and other ranks stay; or a rank has withdrawn its layout
 //   last_lost    the lease of the last rank ended
 //   mark_dirty   the group was replaced by a new incarnation, a rank attached with dirty weights,
 //                or a rank failed an update that had already committed

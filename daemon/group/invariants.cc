@@ -36,6 +36,12 @@ void Group::Impl::CheckState() const {
   // P3: one update at a time.
   const bool updating = state == GroupState::kUpdating || state == GroupState::kDraining;
   REFITD_CHECK(updating == (update != nullptr));
+  // An update waits for a hold beside a catch-up alone, before it has asked engines for anything.
+  if (waiting != nullptr) {
+    REFITD_CHECK(CatchUpRuns() && *versions.last() < waiting->version);
+    REFITD_CHECK(waiting->state == UpdateState::kOpening || waiting->state == UpdateState::kEnding);
+    REFITD_CHECK(waiting->participants.all().empty());
+  }
   if (update == nullptr) return;
   REFITD_CHECK(update->state != UpdateState::kCommitted && update->state != UpdateState::kAborted);
   // P3: versions grow; a catch-up installs the group's own.

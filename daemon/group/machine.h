@@ -229,7 +229,7 @@ class GroupMachine {
   // The identity that owns the group, as far as this daemon knows; empty: nobody does.
   virtual const std::string& owner() const = 0;
   virtual bool update_running() const = 0;  // catch-ups included
-  // Whether the update that runs is a catch-up. A follower does not tell the two apart.
+  // Whether nothing but a catch-up runs. A follower does not tell it from an update.
   virtual bool catch_up_running() const { return false; }
   virtual bool is_coordinator() const = 0;
   virtual absl::Status CanRegisterLayout(MemberId member) const = 0;

@@ -36,8 +36,9 @@ void Group::Impl::On(const EngineAttached& e) {
     return;
   }
   versions.Bring(who, &member);
-  if (e.lacks_slots && update != nullptr && update->state == UpdateState::kOpening) {
-    update->push.NoteLacksSlots(member.label);
+  if (Update* const opened = Opened();
+      e.lacks_slots && opened != nullptr && opened->state == UpdateState::kOpening) {
+    opened->push.NoteLacksSlots(member.label);
   }
   if (members.EnterEngine(std::move(member), who, group::Drains(state))) GiveUpOfFormerOwner();
 }
@@ -45,12 +46,13 @@ void Group::Impl::On(const EngineAttached& e) {
 // Trainers of another identity have to leave. Copies of theirs may run until the update is over
 // that they had begun (P6).
 void Group::Impl::GiveUpOfFormerOwner() {
-  if (update == nullptr || CatchUpRuns() || update->state == UpdateState::kEnding) return;
-  Abandon({fmt::format("another identity owns group '{}'", name), GiveUpClass::kOther});
+  Update* const opened = Opened();
+  if (opened == nullptr || opened->state == UpdateState::kEnding) return;
+  Abandon(opened, {fmt::format("another identity owns group '{}'", name), GiveUpClass::kOther});
 }
 
 void Group::Impl::ExpelUnwelcome() {
-  if (!members.any_unwelcome() || (update != nullptr && !CatchUpRuns())) return;
+  if (!members.any_unwelcome() || Opened() != nullptr) return;
   for (const MemberId id : members.TakeUnwelcome()) {
     slots.Forget(id);
     const Member& member = *members.Find(id);
@@ -68,29 +70,37 @@ void Group::Impl::RefuseDeclared(Member* member, const absl::Status& why) {
 }
 
 void Group::Impl::FailIfRefused(const absl::Status& refused) {
-  if (update == nullptr || update->state != UpdateState::kOpening || CatchUpRuns()) return;
+  Update* const opened = Opened();
+  if (opened == nullptr || opened->state != UpdateState::kOpening) return;
   const absl::Status why = members.TooFewLeft(refused);
   if (why.ok()) return;
   GiveUp give_up{Message(why), GiveUpClass::kOther, FailureOf(why)};
   give_up.begin_code = why.code();
-  Abandon(std::move(give_up));
+  Abandon(opened, std::move(give_up));
+}
+
+absl::Status Group::Impl::CheckLayout(const LayoutRegistered& e) const {
+  const Member* member = members.Find(e.member);
+  if (member == nullptr || member->state == MemberState::kLeaving) {
+    return Precondition("member {} is not attached", e.member);
+  }
+  return members.CheckShadowed(*member, e);
 }
 
 void Group::Impl::On(const LayoutRegistered& e) {
-  Member* member = members.Find(e.member);
-  if (member == nullptr || member->state == MemberState::kLeaving) {
-    if (e.call == CallId()) return;
-    out.Refuse(e.call, Precondition("member {} is not attached", e.member));
-    return;
-  }
-  if (absl::Status status = members.CheckShadowed(*member, e); !status.ok()) {
+  if (absl::Status status = CheckLayout(e); !status.ok()) {
     if (e.call != CallId()) out.Refuse(e.call, std::move(status));
     return;
   }
+  Member* const member = members.Find(e.member);
   // A new layout binds other memory, and nobody has said that this memory holds the version.
   if (member->layout != nullptr) member->held.reset();
   versions.CheckContent(member, e.content);
-  members.Register(member, e);
+  if (e.backs_differ) {
+    members.Withdraw(member);
+  } else {
+    members.Register(member, e);
+  }
   if (e.call != CallId()) out.Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
 }
 
@@ -126,11 +136,11 @@ void Group::Impl::LoseTrainer(const Member& member, const std::string& reason) {
                                                 wanted, member.label, reason),
                                           group::Unwritten(wanted, member)));
     }
-    return;
   }
-  if (update == nullptr || update->staged() || RollbackRuns()) return;
-  Abandon({fmt::format("{} was lost: {}", member.label, reason), GiveUpClass::kMemberLost,
-           members.Suspecting(member.id)});
+  Update* const opened = Opened();
+  if (opened == nullptr || opened->staged() || RollbackRuns()) return;
+  Abandon(opened, {fmt::format("{} was lost: {}", member.label, reason), GiveUpClass::kMemberLost,
+                   members.Suspecting(member.id)});
 }
 
 }  // namespace refitd

@@ -311,6 +311,18 @@ void Membership::Register(Member* member, const LayoutRegistered& e) {
   CompleteIfAllHere(instance);
 }
 
+void Membership::Withdraw(Member* member) {
+  if (member->layout == nullptr) return;
+  ++changes_;
+  member->layout.reset();
+  member->verified = false;
+  Instance& instance = instances_.at(member->instance);
+  instance.back.reset();
+  Step(&instance.state, InstanceTrigger::kRankLost);
+  NoteStanding(member->instance);
+  out_.Changed();
+}
+
 void Membership::CompleteIfAllHere(Instance* instance) {
   const std::optional<InstanceState> next = Next(instance->state, InstanceTrigger::kComplete);
   if (!next.has_value() || !Complete(*instance)) return;

@@ -58,14 +58,16 @@ struct Member {
   uint64_t registrations = 0;       // layouts that the member has registered
   std::optional<HeldVersion> held;  // the version that its memory holds in full, if any
   uint64_t held_digest = 0;         // the ContentDigest that belongs to `held`; 0: not known
-  uint64_t back_digest = 0;         // the same of Instance::back
-  bool shadowed = false;            // engines: its layout's regions have backs
-  bool on_device = false;           // engines: memory is on a GPU
-  bool catch_up = false;            // engines: may give, and be caught up
-  bool updated = false;             // engines: an update was committed to it in this lease
-  bool verified = false;            // engines: the same, into the rank's present layout
-  absl::Status refused;             // engines: not OK: a limit refused the rank's last layout
-  int touching = 0;                 // transfers and verifications that touch its memory (P6)
+  // If the rank brought `held`, and that is a rollback: the version whose content it has.
+  std::optional<Version> held_content;
+  uint64_t back_digest = 0;  // the same of Instance::back
+  bool shadowed = false;     // engines: its layout's regions have backs
+  bool on_device = false;    // engines: memory is on a GPU
+  bool catch_up = false;     // engines: may give, and be caught up
+  bool updated = false;      // engines: an update was committed to it in this lease
+  bool verified = false;     // engines: the same, into the rank's present layout
+  absl::Status refused;      // engines: not OK: a limit refused the rank's last layout
+  int touching = 0;          // transfers and verifications that touch its memory (P6)
 };
 
 struct Instance {
@@ -144,6 +146,8 @@ class Membership {
   // reverse. A rank without pieces, such as the driver of an inference server, fits both.
   absl::Status CheckShadowed(const Member& member, const LayoutRegistered& e) const;
   void Register(Member* member, const LayoutRegistered& e);
+  // The rank has no layout any more. No update may use its memory.
+  void Withdraw(Member* member);
   // A limit refuses what the rank declares: its layout, or a manifest, with which it was not taken
   // in.
   void RefuseDeclared(Member* member, const absl::Status& why);

@@ -73,6 +73,7 @@ void UpdateParticipants::Prepare() {
 
 void UpdateParticipants::BeginPrepare(Participant* participant) {
   participant->prepared = true;
+  participant->asked = out_.now();
   Step(&members_.FindInstance(participant->instance)->state, InstanceTrigger::kPrepare);
   members_.NoteStanding(participant->instance);
   for (const MemberId id : participant->members) {
@@ -94,7 +95,7 @@ bool UpdateParticipants::HasToFlip() const {
 }
 
 void UpdateParticipants::Flip() {
-  const Duration remaining = update_.deadline - out_.now();
+  const Duration remaining = update_.ready_deadline - out_.now();
   for (Participant& participant : all_) {
     if (!participant.shadowed || participant.evicted) continue;
     participant.unready = participant.members.size();
@@ -293,6 +294,7 @@ void UpdateParticipants::SendAborted(Participant* participant, const std::string
     if (member == nullptr || member->state == MemberState::kLeaving) continue;
     Step(&member->state, MemberTrigger::kOutcome);
     participant->flipped_back = participant->shadowed;
+    participant->pause = out_.now() - participant->asked;
     out_.Do(refitd::SendAborted{id, update_.version, reason, dirty, own});
   }
 }
@@ -327,20 +329,21 @@ void UpdateParticipants::Commit(const std::vector<uint64_t>& read_back, Versions
   } else {
     versions->Commit(update_.version);
   }
-  for (const Participant& participant : all_) {
-    if (!participant.evicted) CommitRanks(participant, digests, versions);
+  for (Participant& participant : all_) {
+    if (!participant.evicted) CommitRanks(&participant, digests, versions);
   }
 }
 
-void UpdateParticipants::CommitRanks(const Participant& participant,
+void UpdateParticipants::CommitRanks(Participant* participant,
                                      const std::map<MemberId, uint64_t>& digests,
                                      Versions* versions) {
-  Instance& instance = *members_.FindInstance(participant.instance);
+  participant->pause = out_.now() - participant->asked;
+  Instance& instance = *members_.FindInstance(participant->instance);
   Step(&instance.state, InstanceTrigger::kCommit);
-  members_.NoteStanding(participant.instance);
+  members_.NoteStanding(participant->instance);
   instance.reason.clear();
   instance.installed = update_.id;
-  for (const MemberId id : participant.members) {
+  for (const MemberId id : participant->members) {
     Member* member = members_.Find(id);
     const auto read = digests.find(id);
     const uint64_t digest = update_.content.has_value() ? member->back_digest
@@ -353,18 +356,28 @@ void UpdateParticipants::CommitRanks(const Participant& participant,
   }
 }
 
-int UpdateParticipants::FlipBacks() const {
-  return static_cast<int>(
-      std::count_if(all_.begin(), all_.end(), [](const Participant& p) { return p.flipped_back; }));
-}
-
 std::vector<InstanceOutcome> UpdateParticipants::Outcomes(bool committed, const std::string& reason,
                                                           const Failure& failure) const {
+  std::vector<InstanceOutcome> outcomes = OutcomesSoFar();
+  for (InstanceOutcome& outcome : outcomes) {
+    const Participant& p = all_[static_cast<size_t>(&outcome - outcomes.data())];
+    outcome.committed = committed && !p.evicted;
+    outcome.failure = p.failure;
+    if (outcome.committed || p.evicted) continue;
+    outcome.reason = reason;
+    outcome.failure = failure;
+  }
+  return outcomes;
+}
+
+std::vector<InstanceOutcome> UpdateParticipants::OutcomesSoFar() const {
   std::vector<InstanceOutcome> outcomes;
   for (const Participant& p : all_) {
-    const bool installed = committed && !p.evicted;
-    const bool own = installed || p.evicted;
-    outcomes.push_back({p.instance, installed, own ? p.reason : reason, own ? p.failure : failure});
+    outcomes.push_back({.instance = p.instance,
+                        .reason = p.reason,
+                        .shadowed = p.shadowed,
+                        .flipped_back = p.flipped_back,
+                        .pause = p.pause});
   }
   return outcomes;
 }

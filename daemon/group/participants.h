@@ -37,11 +37,13 @@ struct Participant {
   bool prepared = false;          // its ranks were sent Prepare
   bool written = false;           // the update has written to what the instance serves
   bool evicted = false;
-  bool informed = false;      // its ranks were sent Aborted
-  bool flipped_back = false;  // ranks that were to flip were sent Aborted
-  std::string reason;         // of the eviction
-  Failure failure;            // of the eviction
-  int touching = 0;           // transfers and verifications that touch its memory
+  bool informed = false;            // its ranks were sent Aborted
+  bool flipped_back = false;        // ranks that were to flip were sent Aborted
+  TimePoint asked;                  // when its ranks were sent Prepare
+  std::optional<Duration> pause{};  // from there until they were sent the outcome
+  std::string reason;               // of the eviction
+  Failure failure;                  // of the eviction
+  int touching = 0;                 // transfers and verifications that touch its memory
 };
 
 class UpdateParticipants {
@@ -133,8 +135,6 @@ class UpdateParticipants {
   // The update is given up for that reason: sends Aborted to ranks that were not sent it. `quiet`:
   // only to those whose memory no copy touches.
   void Abort(bool quiet, const std::string& reason, const Failure& failure);
-  // How many instances were sent Aborted after SendFlip.
-  int FlipBacks() const;
   // The instances hold the version. `read_back`: the digests of what was read back, by destination;
   // 0, or none: not all of a rank was read. Fronts and backs of those that flipped have changed
   // places, so that their backs now hold what they served.
@@ -142,6 +142,8 @@ class UpdateParticipants {
   // `reason` and `failure`: why the update was given up.
   std::vector<InstanceOutcome> Outcomes(bool committed, const std::string& reason,
                                         const Failure& failure) const;
+  // What is known of each instance while the update runs.
+  std::vector<InstanceOutcome> OutcomesSoFar() const;
   void AddDirty(Failure* failure) const;
 
   void CheckInvariants(UpdateState state) const;
@@ -150,7 +152,7 @@ class UpdateParticipants {
   friend struct refitd::GroupForTests;
 
   void BeginPrepare(Participant* participant);
-  void CommitRanks(const Participant& participant, const std::map<MemberId, uint64_t>& digests,
+  void CommitRanks(Participant* participant, const std::map<MemberId, uint64_t>& digests,
                    Versions* versions);
   void SendAborted(Participant* participant, const std::string& reason, const Failure& failure);
 

@@ -89,7 +89,8 @@ struct PeerLayout {
   uint64_t content = 0;  // LayoutRegistered::content
   // Set on receipt. Not OK: why the coordinator has no room for the layout, which is null.
   absl::Status room{};
-  bool shadowed = false;  // LayoutRegistered::shadowed
+  bool shadowed = false;      // LayoutRegistered::shadowed
+  bool backs_differ = false;  // LayoutRegistered::backs_differ
 };
 // A trainer rank's call. The event's `call` and `member` are the joined daemon's.
 struct PeerCall {

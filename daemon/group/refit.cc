@@ -40,12 +40,13 @@ void Group::Impl::On(const RefitEvent& e) {
   const group::Asked what{CallKind::kRefit, e.version, e.bucket_count};
   if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   using Begun = std::map<int, TrainerProgress>::iterator;
-  const Begun begun = update == nullptr ? Begun() : update->push.trainers().find(member->rank);
+  Update* opened = Opened();
+  const Begun begun = opened == nullptr ? Begun() : opened->push.trainers().find(member->rank);
   // A call that names the update that it ends never opens an update.
   const bool joined =
       e.update != UpdateId() ||
-      (update != nullptr && update->version == e.version &&
-       begun != update->push.trainers().end() && member->state == MemberState::kReady);
+      (opened != nullptr && opened->version == e.version &&
+       begun != opened->push.trainers().end() && member->state == MemberState::kReady);
   absl::Status status = CheckRefit(*member, e, joined);
   if (!status.ok()) {
     out.Refuse(e.call, std::move(status));
@@ -57,10 +58,13 @@ void Group::Impl::On(const RefitEvent& e) {
     if (!progress.committed) TakeCommit(member, &progress, e.bucket_count);
     return;
   }
-  if (CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
-  if (update == nullptr) Open(BeginOf(e));
-  update->hold = update->hold || e.hold;
-  TrainerProgress& progress = update->push.Join(member);
+  if (opened == nullptr) {
+    if (CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
+    Open(BeginOf(e));
+    opened = update.get();
+  }
+  opened->hold = opened->hold || e.hold;
+  TrainerProgress& progress = opened->push.Join(member);
   progress.one_call = progress.begins.empty();
   progress.awaited_buckets = 0;  // the commit takes effect when the engines are ready
   progress.commits.push_back(requests.Track(e.member, what, e.request_id, e.call));
@@ -68,7 +72,7 @@ void Group::Impl::On(const RefitEvent& e) {
 }
 
 absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, bool joined) {
-  if (group::IsAnother(e.update, update.get())) return history.Refuse(e.update, e.version);
+  if (group::IsAnother(e.update, Opened())) return history.Refuse(e.update, e.version);
   if (member.layout == nullptr) {
     return Precondition("{} has no layout: register it first", member.label);
   }

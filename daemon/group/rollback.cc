@@ -79,10 +79,11 @@ void Rollback::Hold(std::optional<Duration> time) {
 
 bool Rollback::Holds() const { return HeldAt(out_.now()) && AnyHolds(); }
 
-std::string Rollback::Describe() const {
-  return fmt::format(
-      "version {}, which is held for {}, to be released", *versions_.previous(),
-      held_until_.has_value() ? Seconds(*held_until_ - out_.now()) + " more" : "a rollback");
+std::string Rollback::Describe(TimePoint now) const {
+  return fmt::format("version {}, which is held for {}, to be released", *versions_.previous(),
+                     held_until_.has_value()
+                         ? Seconds(std::max(*held_until_ - now, Duration(0))) + " more"
+                         : "a rollback");
 }
 
 std::optional<PreviousView> Rollback::View(TimePoint now, bool running) const {

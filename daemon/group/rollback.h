@@ -51,7 +51,7 @@ class Rollback {
   // When the hold ends; nullopt: at Release alone.
   std::optional<TimePoint> held_until() const { return held_until_; }
   // Names the version that is held and for how long, for messages about an update that waits.
-  std::string Describe() const;
+  std::string Describe(TimePoint now) const;
 
   // nullopt: no instance holds the version before. `running`: an update has begun, which a rollback
   // does not give up.

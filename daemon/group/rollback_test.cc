@@ -594,6 +594,9 @@ TEST_CASE("while the version before is held, the next update waits and says for 
   }
   SECTION("until it is released, by a trainer or an operator") {
     const CallId call = g.Begin(begin);
+    CHECK(g.group.ViewLatest(g.now)->waits_for ==
+          "version 1, which is held for 60 s more, to be released");
+    CHECK_THAT(g.group.ViewLatest(g.now + seconds(20))->waits_for, Contains("for 40 s more"));
     const bool of_trainer = GENERATE(false, true);
     CHECK(g.Code(g.ReleasePrevious(of_trainer ? g.trainer : MemberId())) == kOk);
     CHECK(g.Code(call) == kOk);
@@ -618,6 +621,185 @@ TEST_CASE("while the version before is held, the next update waits and says for 
     begin.version = Version(4);
     CHECK(g.Code(g.Begin(begin)) == kOk);
   }
+}
+
+// Version 3 waits for a hold of 60 s, and a catch-up of an instance that came later runs.
+struct CatchUpBeside : AtTwo {
+  explicit CatchUpBeside(GroupSpec spec = Held()) : AtTwo(spec) {
+    BeginEvent e;
+    e.member = trainer;
+    e.version = Version(3);
+    e.duration = seconds(90);
+    begin = Begin(e);
+    late = MayCatchUp("late", kModel);
+    REQUIRE(Answer(begin) == nullptr);
+    Expire();
+    REQUIRE(compiling.has_value());
+  }
+  static GroupSpec Held() {
+    GroupSpec spec = DefaultSpec();
+    spec.hold_previous_seconds = 60;
+    return spec;
+  }
+  // The catch-up copies.
+  void Copy() {
+    FinishCompile();
+    ReadyAll();
+    REQUIRE(refitting.has_value());
+  }
+  void CatchUp() {
+    Copy();
+    FinishRefit();
+    FinishVerify();
+    REQUIRE(Instance("late").version == Version(2));
+  }
+  CallId begin;
+  MemberId late;
+};
+
+TEST_CASE("no instance caught up while an update waited for a hold") {
+  CatchUpBeside g;
+  // The update is the group's still.
+  CHECK(g.group.update_running());
+  CHECK_FALSE(g.group.catch_up_running());
+  CHECK(g.group.Past(Version(3)).outcome == Outcome::kRunning);
+  CHECK(g.group.View(g.now).update->version == Version(3));
+  CHECK(g.group.View(g.now).update->state == "opening");
+  CHECK(g.group.View(g.now).catch_up->version == Version(2));
+  CHECK(g.Code(g.Begin(g.trainer, 4)) == kPrecondition);
+  g.Do(ReplaceGroup{g.NewCall(), 99});
+  g.CatchUp();
+  CHECK(g.group.incarnation() == 7);
+  CHECK(g.Answer(g.begin) == nullptr);
+  const auto previous = g.group.View(g.now).previous;
+  REQUIRE(previous.has_value());
+  CHECK(previous->held);
+  SECTION("and then goes on when the hold ends") {
+    g.Advance(seconds(60));
+    g.ReadyAll();
+    CHECK(g.Code(g.begin) == kOk);
+    g.PushAndCommit(g.trainer, 3, kModel);
+    CHECK(g.Instance("late").version == Version(3));
+    CHECK(g.Instance("a").version == Version(3));
+  }
+  SECTION("and then another one may catch up") {
+    g.MayCatchUp("later", kModel);
+    g.Expire();
+    g.Copy();
+    g.FinishRefit();
+    g.FinishVerify();
+    CHECK(g.Instance("later").version == Version(2));
+    CHECK(g.Answer(g.begin) == nullptr);
+  }
+  SECTION("and then the version before is in place again: it was not written") {
+    const CallId call = g.Rollback();
+    CHECK(g.Code(g.begin) == kAborted);
+    REQUIRE(g.flips.size() == 2);
+    g.ReadyAll();
+    CHECK(g.Get<CommitReply>(call).content == Version(1));
+  }
+}
+
+TEST_CASE("a catch-up gives way to an update whose hold ends, and to a rollback") {
+  CatchUpBeside g;
+  g.Copy();
+  const std::string how = GENERATE("time", "release", "rollback");
+  CallId call;
+  if (how == "time") g.Advance(seconds(60));
+  if (how == "release") g.ReleasePrevious();
+  if (how == "rollback") call = g.Rollback();
+  CHECK(g.Answer(g.begin) == nullptr);  // its copies run
+  CHECK(g.flips.empty());
+  g.FinishRefit();
+  if (how != "rollback") {
+    CHECK(g.Instance("late").version == std::nullopt);
+    g.ReadyAll();
+    CHECK(g.Code(g.begin) == kOk);
+    return;
+  }
+  CHECK(g.Code(g.begin) == kAborted);
+  g.ReadyAll();
+  CHECK(g.Get<CommitReply>(call).version == Version(3));
+}
+
+TEST_CASE("an update that waits for a hold ends beside a catch-up as it would alone") {
+  CatchUpBeside g;
+  g.Copy();
+  const std::string how = GENERATE("abort", "operator", "death", "drain");
+  CallId call;
+  if (how == "abort") call = g.Abort(g.trainer, 3);
+  if (how == "operator") g.Do(OperatorAbort{call = g.NewCall(), "no"});
+  if (how == "death") g.Lose(g.trainer);
+  if (how == "drain") g.Do(DrainEvent{});
+  g.FinishRefit();
+  if (how == "drain") {
+    CHECK(g.Answer(g.begin) == nullptr);
+    g.Advance(seconds(60));
+    g.ReadyAll();
+    CHECK(g.Code(g.begin) == kOk);  // it had begun before
+    return;
+  }
+  CHECK(g.Code(g.begin) == kAborted);
+  if (call != CallId()) CHECK(g.Code(call) == kOk);
+  CHECK(g.group.Past(Version(3)).outcome == Outcome::kAborted);
+  CHECK_FALSE(g.group.update_running());
+  CHECK(g.Instance("a").version == Version(2));
+  if (how == "death") return;
+  g.ReleasePrevious();
+  g.Take(4);
+}
+
+TEST_CASE("the deadline of an update that waits for a hold names the hold, beside a catch-up too") {
+  GroupSpec spec = CatchUpBeside::Held();
+  spec.hold_previous_seconds = 600;
+  CatchUpBeside g(spec);
+  g.Copy();
+  g.now += seconds(90);
+  g.Do(Tick{});
+  CHECK(g.Answer(g.begin) == nullptr);
+  g.FinishRefit();
+  g.Expire();
+  CHECK(g.Code(g.begin) == absl::StatusCode::kDeadlineExceeded);
+  CHECK_THAT(g.Text(g.begin), Contains("version 1, which is held for"));
+}
+
+TEST_CASE("trainer ranks begin an update that waits for a hold while a catch-up runs") {
+  GroupSpec spec = CatchUpBeside::Held();
+  spec.trainer_ranks = 2;
+  TestGroup g(spec);
+  const MemberId first = g.AttachTrainer(0, 2);
+  const MemberId second = g.AttachTrainer(1, 2);
+  g.ShadowedRank("a", kModel, 0, 1, /*catch_up=*/true);
+  for (int64_t version = 1; version <= 2; ++version) {
+    g.Begin(first, version);
+    g.Begin(second, version);
+    g.Push(first, version, 0, kModel);
+    g.FinishAll();
+    g.Commit(first, version, 1);
+    g.Commit(second, version, 0);
+    g.FinishVerify();
+    g.ReadyAll();
+    REQUIRE(g.group.version() == Version(version));
+  }
+  BeginEvent begin;
+  begin.member = first;
+  begin.version = Version(3);
+  begin.request_id = "once";
+  const CallId one = g.Begin(begin);
+  g.MayCatchUp("late", kModel);
+  g.Expire();
+  REQUIRE(g.compiling.has_value());
+  const CallId again = g.Begin(begin);
+  const CallId two = g.Begin(second, 3);
+  g.FinishCompile();
+  g.ReadyAll();
+  g.FinishRefit();
+  g.FinishVerify();
+  CHECK(g.Instance("late").version == Version(2));
+  CHECK(g.Answer(one) == nullptr);
+  g.ReleasePrevious();
+  g.ReadyAll();
+  for (const CallId call : {one, again, two}) CHECK(g.Code(call) == kOk);
 }
 
 TEST_CASE("Begin or Refit may ask for a hold, which lasts until it is released") {

@@ -58,6 +58,42 @@ TEST_CASE("a shadowed instance serves its version until the next one is staged")
   REQUIRE(g.committed.size() == 2);
 }
 
+TEST_CASE("a rank that has to copy its regions to the backs has no layout until it has") {
+  TwoShadowed g;
+  LayoutRegistered e{g.a, LayoutOf(kModel)};
+  e.shadowed = e.backs_differ = true;
+  g.Do(e);
+  CHECK(g.Instance("a").state == "forming");
+  // The instance is left out.
+  g.Install(g.trainer, 2, kModel);
+  CHECK(g.Instance("b").version == Version(2));
+  e.backs_differ = false;
+  g.Do(e);
+  CHECK(g.Instance("a").state == "clean");
+  CHECK(g.Instance("a").version == std::nullopt);
+  g.Install(g.trainer, 3, kModel);
+  CHECK(g.Instance("a").version == Version(3));
+  // What its backs hold was not committed there.
+  const CallId call = g.Rollback();
+  g.ReadyAll();
+  CHECK(g.Get<CommitReply>(call).instances.size() == 1);
+}
+
+TEST_CASE("a layout that is refused before its rank copies leaves the one before in force") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  const MemberId first = g.ShadowedRank("a", kModel, 0, 2);
+  g.ShadowedRank("a", kModel, 1, 2);
+  g.Install(trainer, 1, kModel);
+  LayoutRegistered e{first, LayoutOf(kModel), g.NewCall()};
+  e.backs_differ = true;  // and without backs, where the other rank has some
+  g.Do(e);
+  CHECK(g.Code(e.call) == kInvalid);
+  CHECK(g.Instance("a").state == "clean");
+  CHECK(g.Instance("a").version == Version(1));
+  g.Install(trainer, 2, kModel);
+}
+
 TEST_CASE("a version is read back on GPUs too where no pause holds that: all are shadowed") {
   TestGroup g;
   const MemberId trainer = g.AttachTrainer();
@@ -227,6 +263,58 @@ TEST_CASE("a live rank that can't flip makes all flip back") {
   for (const SendAborted& told : g.aborted) CHECK_FALSE(told.dirty);
   CHECK(g.Instance("a").version == Version(1));
   CHECK(g.Instance("b").version == Version(1));
+}
+
+// What the running update, or the last one, shows of its instances: "a" and "b", and others.
+std::vector<InstanceOutcome> Shown(const TestGroup& g) {
+  return g.group.ViewLatest(g.now)->instances;
+}
+
+TEST_CASE("a pause lasts from Prepare to the outcome, and is shown with who serves meanwhile") {
+  TwoShadowed g;
+  const MemberId in_place = g.InPlaceRank("in-place", kModel);
+  g.Install(g.trainer, 2, kModel);
+  g.flips.clear();
+  g.Begin(g.trainer, 3);
+  g.Ready(in_place, 3);
+  g.Advance(seconds(7));
+  g.Push(g.trainer, 3, 0, kModel);
+  g.FinishAll();
+  CHECK(Shown(g)[0].shadowed);
+  CHECK_FALSE(Shown(g)[2].shadowed);
+  CHECK_FALSE(Shown(g)[0].pause.has_value());
+  const CallId commit = g.Commit(g.trainer, 3, 1);
+  if (g.verifying.has_value()) g.FinishVerify();
+  REQUIRE(g.flips.size() == 2);
+  g.Advance(seconds(1));
+  g.Flipped(g.a);
+  g.Advance(seconds(2));
+  g.Flipped(g.b);
+  REQUIRE(g.Code(commit) == kOk);
+  for (const auto& outcomes : {Shown(g), g.Get<CommitReply>(commit).instances}) {
+    REQUIRE(outcomes.size() == 3);
+    CHECK(outcomes[0].pause == Duration(seconds(3)));
+    CHECK(outcomes[1].pause == Duration(seconds(3)));
+    CHECK(outcomes[2].pause == Duration(seconds(10)));
+    CHECK_FALSE(outcomes[0].flipped_back);
+  }
+}
+
+TEST_CASE("the pause of an instance that flips back ends with that") {
+  TwoShadowed g;
+  g.Stage();
+  g.Advance(seconds(1));
+  g.Do(EngineFailed{g.a, g.assembled->id, "the driver refuses"});
+  for (const InstanceOutcome& outcome : Shown(g)) {
+    CHECK(outcome.pause == Duration(seconds(1)));
+    CHECK(outcome.flipped_back);
+  }
+  // An instance that was not asked to pause has no pause.
+  g.Begin(g.trainer, 3);
+  g.Abort(g.trainer, 3);
+  CHECK_FALSE(Shown(g)[0].pause.has_value());
+  g.Install(g.trainer, 4, kModel);
+  CHECK(Shown(g)[0].pause == Duration(0));
 }
 
 TEST_CASE("with evict_late a rank that can't flip costs its instance alone") {

@@ -6,6 +6,15 @@
 #include "transport/base/errors.h"
 
 namespace refitd::group {
+namespace {
+
+// Whether what is held was committed between a rollback and the content to which that went back.
+bool Undoes(const HeldVersion& rollback, Version content, const HeldVersion& held) {
+  return held.origin != 0 && held.origin == rollback.origin && content < held.version &&
+         held.version < rollback.version;
+}
+
+}  // namespace
 
 // Versions grow within an incarnation (P3).
 absl::Status Versions::CheckGreater(Version wanted) const {
@@ -40,6 +49,7 @@ void Versions::Bring(const EngineIdentity& who, Member* member) {
   if (!who.held_version.has_value()) return;
   if (Believed(who)) member->held = {*who.held_version, who.held_origin};
   member->held_digest = who.held_digest;
+  member->held_content = who.held_content;
   if (who.held_origin == incarnation_ || had_version_) return;
   // Instances without a version were ready until now, as in a group that never had one.
   had_version_ = true;
@@ -164,6 +174,15 @@ InstanceStanding Versions::StandingOf(const std::string& instance_name) const {
   return standing;
 }
 
+// The version whose content the instance says that its rollback has.
+std::optional<Version> Versions::BroughtContent(const Instance& instance) const {
+  for (const auto& [rank, id] : instance.ranks) {
+    const std::optional<Version>& content = members_.Find(id)->held_content;
+    if (content.has_value()) return content;
+  }
+  return std::nullopt;
+}
+
 // Returns the content that the instance claims to hold; nullopt: it holds no version, or a rank
 // brought no digest with it.
 std::optional<Versions::Claim> Versions::ClaimOf(const Instance& instance) const {
@@ -201,11 +220,19 @@ Versions::Contents Versions::FindContents() const {
 // Versions of two incarnations can't be compared, so the number of instances decides: one that says
 // too much does not make the others unready. Of equal numbers what was chosen before stays, and
 // then the greater version counts.
+//
+// A rollback outweighs what it rolled back, however many hold that: of one incarnation the greater
+// version was committed later, and every version between the rollback and its content was undone.
 void Versions::FindLineage() {
   std::map<HeldVersion, int> holders;
+  std::map<HeldVersion, Version> rollbacks;
   if (!last_.has_value()) {
     for (const auto& [instance_name, instance] : members_.instances()) {
-      if (const auto held = members_.VersionOf(instance); held.has_value()) ++holders[*held];
+      const std::optional<HeldVersion> held = members_.VersionOf(instance);
+      if (!held.has_value()) continue;
+      ++holders[*held];
+      const std::optional<Version> content = BroughtContent(instance);
+      if (content.has_value()) rollbacks.emplace(*held, *content);
     }
   }
   std::optional<HeldVersion> most;
@@ -217,10 +244,14 @@ void Versions::FindLineage() {
       count = instances_of_it;
     }
   }
+  for (const auto& [rollback, content] : rollbacks) {
+    if (most.has_value() && Undoes(rollback, content, *most)) most = rollback;
+  }
   Contents brought = last_.has_value() ? Contents() : FindContents();
-  const bool same = lineage_ == most && contents_ == brought;
+  const bool same = lineage_ == most && contents_ == brought && rollbacks_ == rollbacks;
   lineage_ = most;
   contents_ = std::move(brought);
+  rollbacks_ = std::move(rollbacks);
   if (same) return;
   members_.NoteAllStandings();
 }
@@ -233,6 +264,10 @@ bool Versions::OfLineage(const Instance& instance, const HeldVersion& held) cons
     if (most != contents_.end() && most->second != claim->content) return false;
   }
   if (held.origin != lineage_->origin || held.version > lineage_->version) return false;
+  const Version content = BroughtContent(instance).value_or(held.version);
+  for (const auto& [rollback, kept] : rollbacks_) {
+    if (content != kept && Undoes(rollback, kept, held)) return false;
+  }
   return lineage_->version.value() - held.version.value() <= members_.spec().max_lag;
 }
 

@@ -76,6 +76,7 @@ class Versions {
   using Contents = std::map<std::pair<HeldVersion, uint64_t>, uint64_t>;
 
   bool Believed(const EngineIdentity& who) const;
+  std::optional<Version> BroughtContent(const Instance& instance) const;
   std::optional<Claim> ClaimOf(const Instance& instance) const;
   Contents FindContents() const;
   void FindLineage();
@@ -98,8 +99,11 @@ class Versions {
   // replaced.
   bool had_version_ = false;
   // Of the versions of earlier incarnations that clean instances brought, the one that most of them
-  // hold; nullopt: there is none, or the group has committed a version itself.
+  // hold, or the rollback that has undone it; nullopt: there is none, or the group has committed a
+  // version itself.
   std::optional<HeldVersion> lineage_;
+  // Those of them that are rollbacks, with the versions whose content they have.
+  std::map<HeldVersion, Version> rollbacks_;
   // The content that most of the same instances brought, by version and by the digest of an
   // instance's layouts.
   Contents contents_;

@@ -26,11 +26,21 @@ UpdateView group::ViewOf(const Update& u) {
   }
   view.content = u.content;
   view.left_out = u.catch_up.has_value() ? LeftOut() : u.coverage.FindLeftOut();
-  for (const Participant& p : u.participants.all()) {
-    view.instances.push_back({p.instance, false, p.reason});
-  }
+  view.instances = u.participants.OutcomesSoFar();
   return view;
 }
+
+namespace {
+
+UpdateView ViewAt(const group::Update& update, TimePoint now, std::string waits_for) {
+  UpdateView view = group::ViewOf(update);
+  view.elapsed = now - update.started;
+  view.remaining = std::max(update.deadline - now, Duration(0));
+  view.waits_for = std::move(waits_for);
+  return view;
+}
+
+}  // namespace
 
 UpdateStatistics Group::Statistics() const { return impl_->bucket_log.Statistics(); }
 
@@ -44,8 +54,8 @@ GroupView Group::View(TimePoint now) const {
   view.spec = g.members.spec();
   view.version = g.versions.last();
   view.content = g.versions.content();
-  const bool begun =
-      g.update != nullptr && !g.CatchUpRuns() && g.update->state != UpdateState::kOpening;
+  const group::Update* const opened = g.Opened();
+  const bool begun = opened != nullptr && opened->state != UpdateState::kOpening;
   view.previous = g.rollback.View(now, begun);
   for (const auto& [id, m] : g.members.members()) {
     MemberView& v = view.members.emplace_back();
@@ -94,17 +104,16 @@ std::vector<InstanceStanding> Group::Standings() const { return impl_->versions.
 
 std::optional<UpdateView> Group::ViewUpdate(TimePoint now) const {
   const Impl& g = *impl_;
-  if (g.update == nullptr || g.CatchUpRuns()) return g.history.update();
-  return ViewLatest(now);
+  const group::Update* const opened = g.Opened();
+  if (opened == nullptr) return g.history.update();
+  // One that waits for a hold beside a catch-up.
+  const bool waits = opened != g.update.get();
+  return ViewAt(*opened, now, waits ? g.rollback.Describe(now) : g.WaitedFor(now));
 }
 
 std::optional<UpdateView> Group::ViewLatest(TimePoint now) const {
   const Impl& g = *impl_;
-  if (g.update == nullptr) return g.history.latest();
-  UpdateView view = group::ViewOf(*g.update);
-  view.elapsed = now - g.update->started;
-  view.remaining = std::max(g.update->deadline - now, Duration(0));
-  return view;
+  return g.update == nullptr ? g.history.latest() : ViewAt(*g.update, now, g.WaitedFor(now));
 }
 
 std::optional<UpdateMark> Group::MarkLatest() const {
@@ -120,6 +129,6 @@ bool Group::Attached(MemberId member) const {
   return m != nullptr && m->state != MemberState::kLeaving && m->state != MemberState::kGone;
 }
 
-bool Group::catch_up_running() const { return impl_->CatchUpRuns(); }
+bool Group::catch_up_running() const { return impl_->CatchUpRuns() && impl_->waiting == nullptr; }
 
 }  // namespace refitd

@@ -281,26 +281,43 @@ absl::StatusOr<ReplyPayload> PayloadOf(const v1::PushBucketResponse& message) {
 // version has fewer methods, and so will the next version.
 constexpr int kMaxBroadcastTotals = 64;
 
+absl::StatusOr<Duration> DurationOfSeconds(double seconds, const std::string& field) {
+  constexpr double kMaxSeconds = std::chrono::duration<double>(kMaxPeerDuration).count();
+  if (!(seconds >= 0 && seconds <= kMaxSeconds)) {
+    return Invalid("{} is {}, outside of 0 to {}", field, seconds, kMaxSeconds);
+  }
+  return std::chrono::round<Duration>(std::chrono::duration<double>(seconds));
+}
+
+absl::StatusOr<InstanceOutcome> OutcomeOf(const v1::InstanceResult& result,
+                                          const std::string& field) {
+  InstanceOutcome out;
+  REFITD_RETURN_IF_ERROR(CheckName(result.instance(), field + ".instance"));
+  out.instance = result.instance();
+  out.committed = result.committed();
+  REFITD_ASSIGN_OR_RETURN(out.reason, TextOf(result.reason(), field + ".reason"));
+  REFITD_ASSIGN_OR_RETURN(out.failure, FailureOfMessage(result, field));
+  out.shadowed = result.shadowed();
+  out.flipped_back = result.flipped_back();
+  if (!result.has_pause_seconds()) return out;
+  REFITD_ASSIGN_OR_RETURN(out.pause,
+                          DurationOfSeconds(result.pause_seconds(), field + ".pause_seconds"));
+  return out;
+}
+
 absl::StatusOr<ReplyPayload> PayloadOf(const v1::CommitResponse& message) {
   CommitReply out;
   REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "reply.done.version"));
   REFITD_RETURN_IF_ERROR(AtMost(message.instances_size(), kMaxEngineRanks, "reply.done.instances"));
   for (int i = 0; i < message.instances_size(); ++i) {
-    const v1::InstanceResult& result = message.instances(i);
-    const std::string field = fmt::format("reply.done.instances[{}]", i);
-    REFITD_RETURN_IF_ERROR(CheckName(result.instance(), field + ".instance"));
-    REFITD_ASSIGN_OR_RETURN(std::string reason, TextOf(result.reason(), field + ".reason"));
-    REFITD_ASSIGN_OR_RETURN(Failure failure, FailureOfMessage(result, field));
-    out.instances.push_back(
-        {result.instance(), result.committed(), std::move(reason), std::move(failure)});
+    REFITD_ASSIGN_OR_RETURN(
+        InstanceOutcome outcome,
+        OutcomeOf(message.instances(i), fmt::format("reply.done.instances[{}]", i)));
+    out.instances.push_back(std::move(outcome));
   }
   REFITD_RETURN_IF_ERROR(NotNegative(message.bytes(), "reply.done.bytes"));
   out.bytes = message.bytes();
-  constexpr double kMaxSeconds = std::chrono::duration<double>(kMaxPeerDuration).count();
-  if (!(message.seconds() >= 0 && message.seconds() <= kMaxSeconds)) {
-    return Invalid("reply.done.seconds is {}, outside of 0 to {}", message.seconds(), kMaxSeconds);
-  }
-  out.elapsed = std::chrono::round<Duration>(std::chrono::duration<double>(message.seconds()));
+  REFITD_ASSIGN_OR_RETURN(out.elapsed, DurationOfSeconds(message.seconds(), "reply.done.seconds"));
   REFITD_RETURN_IF_ERROR(AtMost(message.pushed_size(), kMaxBroadcastTotals, "reply.done.pushed"));
   for (const v1::BroadcastTotals& totals : message.pushed()) {
     REFITD_RETURN_IF_ERROR(NotNegative(totals.bytes(), "reply.done.pushed.bytes"));

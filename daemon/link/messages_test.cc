@@ -69,7 +69,7 @@ FIELDS(RefuseMember, a, b)
 FIELDS(BeginReply, a, b, c, d)
 FIELDS(LeaseSlotReply, a, b, c)
 FIELDS(BucketReply, a, b)
-FIELDS(InstanceOutcome, a, b, c, d)
+FIELDS(InstanceOutcome, a, b, c, d, e, f, g)
 FIELDS(BroadcastTotals, a, b, c)
 FIELDS(LeftOut, a, b, c)
 FIELDS(CommitReply, a, b, c, d, e, f, g)
@@ -143,9 +143,9 @@ auto Fields(V& v) {
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, EngineIdentity>
 auto Fields(V& v) {
-  auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, counted] = v;
+  auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, content, counted] = v;
   (void)counted;
-  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q);
+  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, content);
 }
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerAttach>
@@ -157,10 +157,10 @@ auto Fields(V& v) {
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerLayout>
 auto Fields(V& v) {
-  auto& [a, b, c, d, digest, content, room, shadowed] = v;
+  auto& [a, b, c, d, digest, content, room, shadowed, backs_differ] = v;
   (void)digest;
   (void)room;
-  return std::tie(a, b, c, d, content, shadowed);
+  return std::tie(a, b, c, d, content, shadowed, backs_differ);
 }
 // All fields but those from which the coordinator makes the plan's part.
 template <typename V>

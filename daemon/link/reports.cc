@@ -68,6 +68,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_trainer_identity(engine.trainer_identity);
   e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
   e->set_held_digest(engine.held_digest);
+  if (engine.held_content.has_value()) e->set_held_content(engine.held_content->value());
   if (!engine.refused.ok()) SetStatus(engine.refused, e->mutable_refused());
   if (!engine.manifest.has_value()) return;
   v1::Manifest* manifest = e->mutable_manifest();
@@ -256,6 +257,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.dirty = e.dirty();
   engine.held_origin = e.held_origin();
   engine.held_digest = e.held_digest();
+  if (e.has_held_content()) engine.held_content = Version(e.held_content());
   engine.catch_up = e.catch_up();
   engine.trainer_identity = e.trainer_identity();
   if (!engine.trainer_identity.empty()) {
@@ -520,6 +522,7 @@ absl::StatusOr<std::vector<v1::PeerMessage>> LayoutToProto(const PeerLayout& rep
     out->set_call(report.call.value());
     out->set_content(report.content);
     out->set_shadowed(report.shadowed);
+    out->set_backs_differ(report.backs_differ);
     chunk.clear_lease();
     *out->mutable_chunk() = std::move(chunk);
   }
@@ -626,8 +629,15 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::AddChunk(const v1::Peer
   };
   const auto kept =
       std::make_shared<const Kept>(Kept{std::move(complete), std::move(assembly.room)});
-  return PeerLayout{member, {kept, &kept->layout}, call, std::move(destination),
-                    digest, layout.content(),      {},   layout.shadowed()};
+  return PeerLayout{member,
+                    {kept, &kept->layout},
+                    call,
+                    std::move(destination),
+                    digest,
+                    layout.content(),
+                    {},
+                    layout.shadowed(),
+                    layout.backs_differ()};
 }
 
 PeerAttach ReportDecoder::Counted(PeerAttach attach) const {

@@ -309,6 +309,11 @@ void Fill(const CommitReply& reply, v1::CommitResponse* response) {
     result->set_committed(outcome.committed);
     result->set_reason(TextToProto(outcome.reason));
     SetFailure(outcome.failure, result);
+    result->set_shadowed(outcome.shadowed);
+    result->set_flipped_back(outcome.flipped_back);
+    if (outcome.pause.has_value()) {
+      result->set_pause_seconds(std::chrono::duration<double>(*outcome.pause).count());
+    }
   }
   for (const BroadcastTotals& totals : reply.pushed) {
     *response->add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);

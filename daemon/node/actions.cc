@@ -82,6 +82,19 @@ void PerformSend(DaemonState& state, GroupRecord* group, SendReport a, StateLock
   });
 }
 
+void CountReleased(const DaemonState& state, const GroupRecord& group, const UpdateEnded& ended)
+    ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
+  if (state.options.observer == nullptr) return;
+  for (const InstanceOutcome& instance : ended.instances) {
+    if (!instance.pause.has_value()) continue;
+    const FlipEnd flip = instance.flipped_back                     ? FlipEnd::kBack
+                         : instance.shadowed && instance.committed ? FlipEnd::kCommitted
+                                                                   : FlipEnd::kNone;
+    state.options.observer->InstanceReleased(group.name(), instance.instance, *instance.pause,
+                                             flip);
+  }
+}
+
 void CountCatchUp(const DaemonState& state, const GroupRecord& group, const UpdateEnded& ended)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
   if (state.options.observer == nullptr) return;
@@ -109,7 +122,6 @@ void Count(const DaemonState& state, const GroupRecord& group, const UpdateEnded
   report.total = ended.total;
   report.bytes = ended.bytes;
   report.rollback = ended.rollback;
-  report.flip_backs = ended.flip_backs;
   for (const BroadcastTotals& totals : ended.pushed) {
     // kAuto, the first value, is left out: the used method is always known.
     const size_t at = static_cast<size_t>(totals.method) - 1;
@@ -143,10 +155,10 @@ struct Performer {
     if (!call.has_value()) return;
     if (call->layout.has_value()) {
       MemberRecord* member = Find(call->layout->member);
-      if (a.status.ok() && member != nullptr) {
+      if (a.status.ok() && member != nullptr && !call->layout->layout->backs_differ) {
         member->Register(std::move(call->layout->layout), call->layout->digest,
                          call->layout->content);
-        EndRestore(state, member, lock);
+        EndRestore(state, member, /*differs=*/"", lock);
       }
     }
     lock.Answer([reply = std::move(call->reply), status = std::move(a.status),
@@ -206,6 +218,7 @@ struct Performer {
     state.data_plane->GiveUpCommunicators(*group, lock);
     // Unknown: this daemon had a share only; the coordinator counts the update.
     if (a.outcome == Outcome::kUnknown) return;
+    CountReleased(state, *group, a);
     if (a.catch_up) return CountCatchUp(state, *group, a);
     group->broadcasts = false;
     AuditUpdate(state, *group, a);
@@ -214,6 +227,7 @@ struct Performer {
   void operator()(RefuseMember& a) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
     MemberRecord* member = Find(a.member);
     if (member == nullptr) return;
+    if (member->engine) KeepArenas(state, member, lock);
     member->End(a.status);
     EraseMember(state, a.member, lock);
   }

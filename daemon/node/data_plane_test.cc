@@ -124,6 +124,7 @@ class Moved : public DaemonObserver {
  public:
   void UpdateEnded(const UpdateReport& /*report*/) override {}
   void CatchUpEnded(const std::string&, CatchUpEnd, int64_t, Duration) override {}
+  void InstanceReleased(const std::string&, const std::string&, Duration, FlipEnd) override {}
   void BytesMoved(const std::string& /*group*/, MoveKind kind, int64_t bytes) override {
     (kind == MoveKind::kCopy        ? copied
      : kind == MoveKind::kBroadcast ? broadcast

@@ -15,6 +15,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -135,8 +136,10 @@ class MemberCalls {
   absl::StatusOr<std::shared_ptr<const Layout>> CheckLayout(const Caller& caller, bool engine,
                                                             Layout layout, ByteLedger::Hold hold);
   void HandLayout(Registering r, std::optional<uint64_t> content);
-  absl::StatusOr<const MemberRecord*> AdmitLayout(const Caller& caller, bool engine,
-                                                  const Layout& layout)
+  absl::StatusOr<MemberRecord*> AdmitLayout(const Caller& caller, bool engine, const Layout& layout)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  std::string_view DiffersFromKept(const MemberRecord& member, uint64_t layout_digest,
+                                   std::optional<uint64_t> content) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   absl::Status ReadContent(const MemberRecord& member, const Registering& r)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);

@@ -4,10 +4,12 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "daemon/node/life.h"
 #include "daemon/node/member_calls.h"
+#include "daemon/node/restore.h"
 #include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/plan/block_scales.h"
@@ -94,9 +96,9 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
   return Counted(std::move(layout), std::move(hold));
 }
 
-absl::StatusOr<const MemberRecord*> MemberCalls::AdmitLayout(const Caller& caller, bool engine,
-                                                             const Layout& layout) {
-  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(state_, caller, engine));
+absl::StatusOr<MemberRecord*> MemberCalls::AdmitLayout(const Caller& caller, bool engine,
+                                                       const Layout& layout) {
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Authenticate(state_, caller, engine));
   REFITD_RETURN_IF_ERROR(state_.calls.Admit());
   for (const Piece& piece : layout.pieces) {
     if (!member->regions.contains(piece.region)) {
@@ -153,16 +155,24 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   RegisteredLayout registered{r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()),
                               r.layout->Bytes()};
   StateLock lock(&state_.mutex);
-  const absl::StatusOr<const MemberRecord*> member = AdmitLayout(r.caller, r.engine, *r.layout);
+  const absl::StatusOr<MemberRecord*> member = AdmitLayout(r.caller, r.engine, *r.layout);
   absl::Status status = member.status();
   const bool first = status.ok() && (*member)->claims.has_value() && (*member)->layout == nullptr;
   const bool restores = first && (*member)->kept.has_value();
-  if (restores && (*member)->kept->layout_digest != registered.digest) {
-    content = OtherThan((*member)->claims->digest);
-  }
-  if (first && !content.has_value()) {
+  // Memory that was not kept holds no version that was.
+  if (first && (*member)->restores && !restores) content = OtherThan((*member)->claims->digest);
+  const bool other = restores && (*member)->kept->layout_digest != registered.digest;
+  if (first && !content.has_value() && !other) {
     status = ReadContent(**member, r);
     if (status.ok()) return;
+  }
+  if (status.ok() && restores) {
+    const std::string_view differs = DiffersFromKept(**member, registered.digest, content);
+    if (!differs.empty()) {
+      EndRestore(state_, *member, differs, lock);
+      status = Error(absl::StatusCode::kDataLoss,
+                     "what is registered is not what was kept, {}: it holds no version", differs);
+    }
   }
   if (!status.ok()) {
     lock.Answer([reply = std::move(r.reply), status] { reply(status); });
@@ -170,8 +180,7 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   }
   const std::string group = (*member)->group;
   const MemberId id = (*member)->id;
-  registered.kept = restores && content == std::optional((*member)->claims->digest) &&
-                    (*member)->claims->origin == state_.groups.Of(**member)->machine->incarnation();
+  registered.kept = restores;
   state_.calls.Add(r.call,
                    {group,
                     [reply = r.reply, registered](const absl::Status& answer, const ReplyPayload&) {
@@ -180,7 +189,17 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
                     },
                     nullptr, Calls::PendingLayout{id, r.layout, registered.digest, content}});
   lock.Handle(group, LayoutRegistered{id, r.layout, r.call, registered.digest, content.value_or(0),
-                                      !r.layout->backs.empty()});
+                                      !r.layout->backs.empty(), r.layout->backs_differ});
+}
+
+// In what the rank's first layout is not what was kept; empty: in nothing.
+std::string_view MemberCalls::DiffersFromKept(const MemberRecord& member, uint64_t layout_digest,
+                                              std::optional<uint64_t> content) const {
+  const KeptRank& kept = *member.kept;
+  if (kept.layout_digest != layout_digest) return "its layout differs";
+  if (content != std::optional(kept.content.digest)) return "its content differs";
+  const bool replaced = kept.content.origin != state_.groups.Of(member)->machine->incarnation();
+  return replaced ? "the group was replaced" : "";
 }
 
 absl::Status MemberCalls::ReadContent(const MemberRecord& member, const Registering& r) {

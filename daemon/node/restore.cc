@@ -93,19 +93,17 @@ void TakeKept(DaemonState& state, MemberRecord* member, StateLock& lock) {
   GiveUp(std::move(needless), "a rank attached that needs their place", lock);
 }
 
-void EndRestore(DaemonState& state, MemberRecord* member, StateLock& lock) {
+void EndRestore(DaemonState& state, MemberRecord* member, std::string_view differs,
+                StateLock& lock) {
   if (!member->kept.has_value()) return;
   KeptRank kept = *std::exchange(member->kept, std::nullopt);
-  const bool holds = member->holds.has_value();
+  const bool holds = differs.empty();
   if (state.options.observer != nullptr) state.options.observer->Restored(kept.group, holds);
   if (holds) {
     LogInfo("group {}: arenas are taken up, unchanged ({})", kept.group, Show(kept));
   } else {
-    LogWarning(
-        "group {}: what is registered is not what was kept, {}: it holds no version ({})",
-        kept.group,
-        member->layout_digest == kept.layout_digest ? "its content differs" : "its layout differs",
-        Show(kept));
+    LogWarning("group {}: what is registered is not what was kept, {}: it holds no version ({})",
+               kept.group, differs, Show(kept));
   }
   std::vector<KeptRank> over;
   over.push_back(std::move(kept));

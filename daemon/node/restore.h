@@ -31,9 +31,10 @@ absl::Status ClaimKept(const DaemonState& state, Arrival* arrival)
 // given up, and so is what is kept on its GPU, whose memory the rank is about to ask for.
 void TakeKept(DaemonState& state, MemberRecord* member, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-// The rank's first layout is registered: logs and counts whether it holds the kept version, and
-// drops the kept regions. The rank's own regions keep the memory.
-void EndRestore(DaemonState& state, MemberRecord* member, StateLock& lock)
+// The rank's first layout is registered, over the kept version, or is refused because it is not;
+// `differs`: how. Logs and counts that, and drops the kept regions. The rank's own regions keep the
+// memory.
+void EndRestore(DaemonState& state, MemberRecord* member, std::string_view differs, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // Gives up all for which `wanted` holds. `why` is for the log.
 void GiveUpKept(DaemonState& state, const KeptArenas::Wanted& wanted, std::string_view why,

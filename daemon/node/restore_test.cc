@@ -76,13 +76,12 @@ struct World {
     REQUIRE(region.ok());
     return *region;
   }
-  absl::StatusOr<MemberCalls::RegisteredLayout> Register(const Attached& engine, RegionId front,
-                                                         RegionId back,
-                                                         const std::string& tensor = "w",
-                                                         uint64_t generation = 1,
-                                                         uint64_t flips = 0) {
+  absl::StatusOr<MemberCalls::RegisteredLayout> Register(
+      const Attached& engine, RegionId front, RegionId back, const std::string& tensor = "w",
+      uint64_t generation = 1, uint64_t flips = 0, bool backs_differ = false) {
     Layout layout = LayoutOf(front, kElements, generation);
     layout.flips = flips;
+    layout.backs_differ = backs_differ;
     layout.tensors = {{tensor, DType::kUint8, {kElements}}};
     layout.backs = {{front, back}};
     Answer answer;
@@ -136,6 +135,12 @@ struct World {
   }
   absl::StatusOr<SideHandle> Side(const Attached& engine, uint64_t side) {
     return parts.memory().TakeKept(engine.token(), *engine.peer.credentials, side);
+  }
+  // The region that the engine reads, or that is written next.
+  RegionId SideOf(const Attached& engine, bool back) {
+    const StateLock lock(&parts.state().mutex);
+    const MemberRecord& record = *parts.state().members.Find(engine.id);
+    return record.Side(record.layout->backs[0].region, back);
   }
   // Registers the sides that are kept for the engine.
   absl::StatusOr<MemberCalls::RegisteredLayout> TakeUp(const Attached& engine,
@@ -207,14 +212,8 @@ TEST_CASE("a rank that registers the same layout anew is kept, one that register
   const Attached engine = world.Serve(first.process());
   world.Install(1, 'a', engine);
   const bool other = GENERATE(false, true);
-  RegionId read;
-  RegionId written;
-  {
-    const StateLock lock(&world.parts.state().mutex);
-    const MemberRecord& record = *world.parts.state().members.Find(engine.id);
-    read = record.Side(record.layout->backs[0].region, false);
-    written = record.Side(record.layout->backs[0].region, true);
-  }
+  const RegionId read = world.SideOf(engine, /*back=*/false);
+  const RegionId written = world.SideOf(engine, /*back=*/true);
   REQUIRE(world.Register(engine, read, written, other ? "v" : "w", 2, 1).ok());
   first.Kill();
   REQUIRE(Eventually(
@@ -279,11 +278,115 @@ TEST_CASE("memory that a dead rank has changed, or that gets other names, holds 
   REQUIRE(Eventually([&] { return world.kept() == 1; }));
   const Child second;
   const Attached again = world.Attach(second.process(), /*restores=*/true);
-  const auto registered = world.TakeUp(again, renamed ? "v" : "w");
+  const std::string tensor = renamed ? "v" : "w";
+  const SideHandle read = *world.Side(again, 0);
+  const SideHandle written = *world.Side(again, 1);
+  const RegionId front = world.Share(again, read.fd);
+  const RegionId back = world.Share(again, written.fd);
+  const auto refused = world.Register(again, front, back, tensor);
+  CHECK(absl::IsDataLoss(refused.status()));
+  CHECK_THAT(Message(refused.status()),
+             Contains(renamed ? "its layout differs" : "its content differs"));
+  CHECK_FALSE(world.VersionOf().has_value());
+  CHECK(world.kept() == 0);
+  CHECK(absl::IsFailedPrecondition(world.Side(again, 0).status()));
+  // No update takes the rank in before it has loaded its weights and registered.
+  const Answer begin = world.parts.Begin(world.trainer, 2);
+  CHECK_FALSE(begin.came());
+  std::memset(world.back.data(), 'l', kElements);
+  const auto registered = world.Register(again, front, back, tensor, 2);
+  INFO(registered.status());
   REQUIRE(registered.ok());
   CHECK_FALSE(registered->kept);
   CHECK_FALSE(world.VersionOf().has_value());
-  CHECK(world.kept() == 0);
+  CHECK(begin.status().ok());
+}
+
+TEST_CASE("what was kept holds its version no more once another layout was registered over it") {
+  World world;
+  Child first;
+  world.Install(1, 'a', world.Serve(first.process()));
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  const Child second;
+  const Attached again = world.Attach(second.process(), /*restores=*/true);
+  const RegionId front = world.Share(again, world.Side(again, 0)->fd);
+  const RegionId back = world.Share(again, world.Side(again, 1)->fd);
+  CHECK(absl::IsDataLoss(world.Register(again, front, back, "v").status()));
+  // The right layout comes too late: the rank may have written there since.
+  const auto registered = world.Register(again, front, back, "w", 2);
+  REQUIRE(registered.ok());
+  CHECK_FALSE(registered->kept);
+  CHECK_FALSE(world.VersionOf().has_value());
+}
+
+TEST_CASE("a rank that has to copy its regions to the backs has no layout meanwhile") {
+  World world;
+  Child first;
+  const Attached engine = world.Serve(first.process());
+  world.Install(1, 'a', engine);
+  const RegionId read = world.SideOf(engine, /*back=*/false);
+  const RegionId written = world.SideOf(engine, /*back=*/true);
+  REQUIRE(world.parts.Begin(world.trainer, 2).status().ok());
+  const auto busy = world.Register(engine, read, written, "w", 2, 1, /*backs_differ=*/true);
+  CHECK(absl::IsFailedPrecondition(busy.status()));
+  AbortEvent abort;
+  abort.version = Version(2);
+  REQUIRE(world.parts.Call(world.trainer, abort).status().ok());
+  REQUIRE(world.Register(engine, read, written, "w", 3, 1, /*backs_differ=*/true).ok());
+  CHECK_FALSE(world.VersionOf().has_value());
+  const Answer begin = world.parts.Begin(world.trainer, 3);
+  CHECK_FALSE(begin.came());
+  const bool dies = GENERATE(false, true);
+  if (!dies) {
+    REQUIRE(world.Register(engine, read, written, "w", 4, 1).ok());
+    CHECK(begin.status().ok());
+    return;
+  }
+  // What the rank reads holds its version still.
+  first.Kill();
+  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  const Child second;
+  const auto registered = world.TakeUp(world.Attach(second.process(), /*restores=*/true));
+  REQUIRE(registered.ok());
+  CHECK(registered->kept);
+}
+
+TEST_CASE("the arenas of a rank were lost with its daemon's link to the coordinator") {
+  DaemonParts a("a");
+  DaemonParts b("b");
+  const Attached trainer = a.AttachTrainer("g");
+  Child first;
+  Arrival arrival = DaemonParts::Engine("i", DeliveryMode::kInPlace);
+  arrival.record.peer.credentials = first.process();
+  const Attached engine = b.Attach(std::move(arrival), "g", std::nullopt, &a);
+  REQUIRE(Eventually([&] { return engine.inbox->welcomed(); }));
+  const SharedMemory front(kBytes);
+  const SharedMemory back(kBytes);
+  const auto share = [&](const SharedMemory& side) {
+    return *b.memory().RegisterRegion(engine.token(), first.process(), UniqueFd(dup(side.fd.get())),
+                                      RegionKind::kMemfd, kBytes, /*address=*/0, /*keep=*/true);
+  };
+  const RegionId read = share(front);
+  Layout layout = LayoutOf(read, kElements);
+  layout.backs = {{read, share(back)}};
+  Answer registered;
+  b.calls().RegisterLayout(b.daemon().NewCall(), engine.caller(), /*as_engine=*/true, layout,
+                           [reply = registered.function()](const auto& answer) {
+                             reply(answer.status(), EmptyReply{});
+                           });
+  REQUIRE(registered.status().ok());
+  {
+    StateLock lock(&b.state().mutex);
+    // As after a commit that was read back.
+    b.state().members.Find(engine.id)->holds = {Version(1), 7, "", 42};
+    lock.Handle("g", LinkLost{absl::UnavailableError("cut")});
+  }
+  CHECK(absl::IsUnavailable(engine.inbox->Ended()));
+  const StateLock lock(&b.state().mutex);
+  b.state().CheckInvariants();
+  REQUIRE(b.state().kept.size() == 1);
+  CHECK(b.state().kept.all()[0]->content.version == Version(1));
 }
 
 TEST_CASE("a rank of another user is refused by name, and nothing changes") {

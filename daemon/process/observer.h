@@ -48,13 +48,15 @@ struct UpdateReport {
   Duration total{};         // Begin to the outcome
   int64_t bytes = 0;        // tensor data handed over
   bool rollback = false;    // it was a rollback
-  int flip_backs = 0;       // instances that were sent Aborted after a Prepare with flip
   std::array<int64_t, kPushMethods.size()> pushed_bytes{};  // of `bytes`, by kPushMethods
 };
 
 // How a catch-up ended: its late instances have the version; it gave way to an update or a drain,
 // or its source instances changed; it failed.
 enum class CatchUpEnd { kCommitted, kGaveWay, kFailed };
+
+// What became of an instance's flip in an update, a rollback or a catch-up.
+enum class FlipEnd { kNone, kCommitted, kBack };
 
 // The moves of a transport (docs/architecture.md).
 enum class MoveKind { kCopy, kBroadcast, kExchange };
@@ -67,6 +69,9 @@ class DaemonObserver {
   // `took`: the time from its start to its outcome.
   virtual void CatchUpEnded(const std::string& group, CatchUpEnd end, int64_t bytes,
                             Duration took) = 0;
+  // An instance that was asked to pause was sent the outcome. `pause`: the time in between.
+  virtual void InstanceReleased(const std::string& group, const std::string& instance,
+                                Duration pause, FlipEnd flip) = 0;
   virtual void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) = 0;
   // The bytes that were written differ from the bytes that were sent.
   virtual void IntegrityFailure(const std::string& group) = 0;

@@ -44,6 +44,7 @@ std::string HumanBytes(int64_t bytes) { return Scaled(static_cast<double>(bytes)
 std::string HumanRate(double bytes_per_second) { return Scaled(bytes_per_second, "/s"); }
 
 std::string HumanSeconds(double seconds) {
+  if (seconds > 0 && seconds < 0.00995) return fmt::format("{:.2f} ms", seconds * 1000);
   if (seconds < 0.9995) return fmt::format("{:.0f} ms", seconds * 1000);
   if (seconds < 59.995) return fmt::format("{:.2f} s", seconds);
   const auto whole = static_cast<int64_t>(std::llround(seconds));
@@ -140,6 +141,7 @@ std::string ProgressLine(std::string_view label, int64_t bytes, int64_t total_by
   } else {
     line += fmt::format(" {}", HumanBytes(bytes));
   }
+  if (total_bytes > 0 && bytes >= total_bytes) return line;  // the rate falls while no byte moves
   if (meter.bytes_per_second() > 0) line += "  " + HumanRate(meter.bytes_per_second());
   if (const auto left = meter.SecondsLeft(total_bytes)) {
     line += fmt::format("  {} left", HumanSeconds(*left));

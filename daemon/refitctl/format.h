@@ -15,7 +15,7 @@ namespace refitd {
 
 std::string HumanBytes(int64_t bytes);           // "512 B", "1.11 GiB"
 std::string HumanRate(double bytes_per_second);  // "2.31 GiB/s"
-std::string HumanSeconds(double seconds);        // "85 ms", "4.20 s", "2m05s", "3h07m"
+std::string HumanSeconds(double seconds);        // "2.80 ms", "85 ms", "4.20 s", "2m05s", "3h07m"
 
 // The text as a terminal may show it, whoever wrote parts of it: Escaped (transport/base/utf8.h),
 // except that lines stay lines.

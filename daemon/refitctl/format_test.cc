@@ -83,6 +83,8 @@ TEST_CASE("a progress line has percentage, sizes, rate and time left, and no 100
   const std::string line = ProgressLine("policy v2", 1 << 20, 4 << 20, meter);
   CHECK(line ==
         "policy v2 [=====>                  ]  25%  1.00 MiB of 4.00 MiB  1.00 MiB/s  3.00 s left");
+  CHECK(ProgressLine("x", 4 << 20, 4 << 20, meter) ==
+        "x [========================] 100%  4.00 MiB of 4.00 MiB");
   CHECK(ProgressLine("x", 9'999, 10'000, ProgressMeter()).find("100%") == std::string::npos);
 }
 

@@ -182,6 +182,68 @@ std::string Outcomes(const v1::UpdateStatus& update) {
   return fmt::format("{} of {} instances{}", committed, update.instances_size(), lost);
 }
 
+// The names of the update's instances that `wanted` selects: "a, b", "a, b, c, d and 4 others".
+template <typename Wanted>
+std::string Named(const v1::UpdateStatus& update, Wanted wanted) {
+  constexpr size_t kMaxNamed = 4;
+  std::vector<std::string> names;
+  for (const auto& instance : update.instances()) {
+    if (wanted(instance)) names.push_back(instance.instance());
+  }
+  const size_t others = names.size() - std::min(names.size(), kMaxNamed);
+  names.resize(names.size() - others);
+  const std::string text = fmt::format("{}", fmt::join(names, ", "));
+  return others == 0 ? text : fmt::format("{} and {} others", text, others);
+}
+
+// "; paused 2.80 ms", or "; paused 2.80 ms (a) to 85 ms (b)"; and who flipped back.
+std::string Pauses(const v1::UpdateStatus& update) {
+  std::vector<std::pair<double, std::string>> pauses;
+  for (const auto& instance : update.instances()) {
+    if (!instance.has_pause_seconds()) continue;
+    pauses.emplace_back(instance.pause_seconds(), instance.instance());
+  }
+  std::string text;
+  if (!pauses.empty()) {
+    const auto [least, most] = std::minmax_element(pauses.begin(), pauses.end());
+    text = "; paused " + HumanSeconds(least->first);
+    if (pauses.size() > 1) {
+      text +=
+          fmt::format(" ({}) to {} ({})", least->second, HumanSeconds(most->first), most->second);
+    }
+  }
+  const std::string back = Named(update, [](const auto& i) { return i.flipped_back(); });
+  return back.empty() ? text : fmt::format("{}; flipped back: {}", text, back);
+}
+
+// Whether the instance is in the running update still.
+bool TakesPart(const v1::InstanceResult& instance) { return instance.reason().empty(); }
+
+// Whether versions are written to arenas, beside the version that is served.
+bool Stages(const v1::UpdateStatus& update) {
+  if (update.state() != "data" && update.state() != "settling" && update.state() != "verifying") {
+    return false;
+  }
+  return std::any_of(update.instances().begin(), update.instances().end(),
+                     [](const auto& i) { return i.shadowed() && TakesPart(i); });
+}
+
+// What the update does now: its state, which is called staging while only arenas and what is
+// paused anyway are written.
+std::string StateWord(const v1::UpdateStatus& update) {
+  return Stages(update) && update.state() != "verifying" ? "staging" : update.state();
+}
+
+// Who serves while the update runs, and who is paused.
+std::string ServingWord(const v1::UpdateStatus& update) {
+  if (!Stages(update)) return "";
+  const std::string serve =
+      Named(update, [](const auto& i) { return i.shadowed() && TakesPart(i); });
+  const std::string paused =
+      Named(update, [](const auto& i) { return !i.shadowed() && TakesPart(i); });
+  return fmt::format("; serving: {}{}{}", serve, paused.empty() ? "" : "; paused: ", paused);
+}
+
 // "policy v8": the group and the version; of a catch-up "policy v8 catch-up from a, b".
 std::string LabelOf(const v1::UpdateStatus& update) {
   std::string label = fmt::format("{} v{}", update.group(), update.version());
@@ -205,15 +267,20 @@ std::string WithNote(std::string_view line, std::string_view separator,
 std::string RenderEnded(const v1::UpdateStatus& update) {
   const std::string label = WithNote(LabelOf(update), " ", update);
   if (update.outcome() != v1::UPDATE_OUTCOME_COMMITTED) {
-    return fmt::format("{} {} after {}: {}", label, OrDash(update.state()),
-                       HumanSeconds(update.elapsed_seconds()), OrDash(update.reason()));
+    return fmt::format("{} {} after {}: {}{}", label, OrDash(update.state()),
+                       HumanSeconds(update.elapsed_seconds()), OrDash(update.reason()),
+                       Pauses(update));
+  }
+  if (update.has_content_version()) {
+    return fmt::format("{} committed in {}, {}{}", label, HumanSeconds(update.elapsed_seconds()),
+                       Outcomes(update), Pauses(update));
   }
   const double rate = update.elapsed_seconds() > 0
                           ? static_cast<double>(update.bytes()) / update.elapsed_seconds()
                           : 0;
-  return fmt::format("{} committed: {} tensors, {} in {} ({}), {}", label, update.tensors(),
+  return fmt::format("{} committed: {} tensors, {} in {} ({}), {}{}", label, update.tensors(),
                      HumanBytes(update.bytes()), HumanSeconds(update.elapsed_seconds()),
-                     HumanRate(rate), Outcomes(update));
+                     HumanRate(rate), Outcomes(update), Pauses(update));
 }
 
 }  // namespace
@@ -237,9 +304,11 @@ int CompleteInstances(const v1::GroupStatus& group) {
 std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& meter) {
   if (HasEnded(update)) return RenderEnded(update);
   // The note comes last: a terminal that is too narrow cuts the note, not the progress.
-  const std::string label = fmt::format("{} {:<10}", LabelOf(update), update.state());
-  const std::string line = ProgressLine(label, update.bytes(), update.total_bytes(), meter);
-  return WithNote(line, "  ", update);
+  const std::string label = fmt::format("{} {:<10}", LabelOf(update), StateWord(update));
+  const std::string line =
+      ProgressLine(label, update.bytes(), update.total_bytes(), meter) + ServingWord(update);
+  const std::string waits = update.waits_for().empty() ? "" : "; waits for " + update.waits_for();
+  return WithNote(line + waits, "  ", update);
 }
 
 std::string RenderGroups(const google::protobuf::RepeatedPtrField<v1::GroupStatus>& groups) {

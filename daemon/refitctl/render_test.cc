@@ -66,6 +66,55 @@ TEST_CASE(
   CHECK_THAT(text, Contains("last catch-up: policy v5 catch-up from vllm-0, vllm-1 committed"));
 }
 
+v1::InstanceResult* Add(v1::UpdateStatus* update, const std::string& name, bool shadowed) {
+  v1::InstanceResult* const instance = update->add_instances();
+  instance->set_instance(name);
+  instance->set_shadowed(shadowed);
+  return instance;
+}
+
+TEST_CASE("an update that stages shows who serves and who is paused; one that waits, for whom") {
+  v1::UpdateStatus update = Update(9, 5, 50 << 20, 1);
+  update.set_state("opening");
+  update.set_waits_for("version 4, which is held for 3 s more, to be released");
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()),
+             Contains("policy v5 opening ") &&
+                 EndsWith("; waits for version 4, which is held for 3 s more, to be released"));
+  update.clear_waits_for();
+  update.set_state("data");
+  for (const char* name : {"a", "b", "c", "d", "e", "f"}) Add(&update, name, true);
+  update.mutable_instances(1)->set_reason("its rank 0 died");
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()),
+             Contains("policy v5 staging ") && Contains("50.00 MiB of 100.00 MiB") &&
+                 EndsWith("; serving: a, c, d, e and 1 others"));
+  Add(&update, "in-place", false);
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()), EndsWith(" others; paused: in-place"));
+  update.set_state("flipping");
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()),
+             Contains("policy v5 flipping ") && !Contains("serving"));
+}
+
+TEST_CASE("an update that ended shows the shortest and the longest pause, and who flipped back") {
+  v1::UpdateStatus update = Ended(Update(9, 5, 50 << 20, 1), true);
+  v1::InstanceResult* const a = Add(&update, "a", true);
+  a->set_committed(true);
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()), EndsWith("1 of 1 instances"));
+  a->set_pause_seconds(0.0028);
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()), EndsWith("1 of 1 instances; paused 2.80 ms"));
+  v1::InstanceResult* const b = Add(&update, "b", false);
+  b->set_committed(true);
+  b->set_pause_seconds(0.085);
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()),
+             EndsWith("2 of 2 instances; paused 2.80 ms (a) to 85 ms (b)"));
+  update = Ended(update, false);
+  update.mutable_instances(0)->set_flipped_back(true);
+  CHECK_THAT(RenderUpdate(update, ProgressMeter()),
+             EndsWith("died; paused 2.80 ms (a) to 85 ms (b); flipped back: a"));
+  update.set_content_version(3);
+  CHECK_THAT(RenderUpdate(Ended(update, true), ProgressMeter()),
+             Contains("policy v5 rollback to v3 committed in 1.00 s, 2 of 2 instances; paused "));
+}
+
 TEST_CASE("the version before is shown, with what is in the way of a rollback") {
   v1::GetStatusResponse status;
   auto* group = status.add_groups();
@@ -373,17 +422,6 @@ TEST_CASE("aborted updates are counted and their reason shown") {
   CHECK(board.aborted() == 1);
 }
 
-v1::MemberStatus Member(const std::string& role, const std::string& instance, int rank,
-                        const std::string& state) {
-  v1::MemberStatus member;
-  member.set_group("policy");
-  member.set_role(role);
-  member.set_instance(instance);
-  member.set_rank(rank);
-  member.set_state(state);
-  return member;
-}
-
 TEST_CASE("the screen of top names groups, instances, versions, links and who is waited for") {
   v1::GetStatusResponse status;
   status.set_daemon_id("node-a");
@@ -408,52 +446,21 @@ TEST_CASE("the screen of top names groups, instances, versions, links and who is
   instance->set_attached(2);
   *group.mutable_update() = Update(9, 5, 0, 1);
   group.mutable_update()->set_state("preparing");
-  v1::ListMembersResponse members;
-  *members.add_members() = Member("trainer", "", 0, "preparing");
-  *members.add_members() = Member("engine", "vllm-0", 0, "ready");
-  *members.add_members() = Member("engine", "vllm-0", 1, "preparing");
+  group.mutable_update()->set_waits_for("engine vllm-0 rank 1 to be ready");
 
   TopScreen screen;
-  const std::string text = screen.Render(status, members, 10);
+  const std::string text = screen.Render(status, 10);
   INFO(text);
   CHECK_THAT(text, Contains("node-a refitd  serving, up "));
   CHECK_THAT(text, Contains("policy  updating        4       1/1    1/1"));
   CHECK_THAT(text, Contains("policy  vllm-0    clean_preparing        4    0  yes      2/2  -"));
-  CHECK_THAT(text, Contains("policy v5 preparing "));
-  CHECK_THAT(text, Contains("\n  waits for vllm-0 rank 1 (Ready)\n"));
+  CHECK_THAT(text, Contains("policy v5 preparing ") &&
+                       Contains("; waits for engine vllm-0 rank 1 to be ready\n"));
   CHECK_THAT(text, Contains("policy  node-a  node-b    1.00 GiB  500 ms  2.00 GiB/s"));
 
   // Rates of the moment come from the counts of two screens.
   group.set_wire_bytes_sent(group.wire_bytes_sent() + (8 << 20));
-  CHECK_THAT(screen.Render(status, members, 12), Contains("  4.00 MiB/s"));
-}
-
-TEST_CASE(
-    "who is waited for: ranks that have not begun, instances, holders of slots, a few of all") {
-  v1::GroupStatus group;
-  group.set_name("policy");
-  group.mutable_spec()->set_trainer_ranks(3);
-  group.mutable_spec()->set_min_instances(2);
-  group.set_trainers(2);
-  v1::ListMembersResponse members;
-  *members.add_members() = Member("trainer", "", 1, "attached");
-  CHECK(WaitedFor(group, members).empty());
-  *group.mutable_update() = Update(9, 5, 0, 1);
-  group.mutable_update()->set_state("opening");
-  CHECK(WaitedFor(group, members) ==
-        "1 trainer ranks to attach, 2 instances to attach, trainer rank 1 (Begin)");
-  auto* slot = group.add_slots();
-  slot->set_slot(3);
-  slot->set_holder("engine vllm-0 rank 0");
-  group.mutable_update()->set_state("data");
-  members.mutable_members(0)->set_state("ready");
-  CHECK(WaitedFor(group, members) == "slot 3: engine vllm-0 rank 0");
-  for (int rank = 0; rank < 6; ++rank) {
-    *members.add_members() = Member("engine", "vllm-0", rank, "preparing");
-  }
-  CHECK_THAT(WaitedFor(group, members), EndsWith(" and 3 others"));
-  *group.mutable_update() = Ended(group.update(), true);
-  CHECK(WaitedFor(group, members).empty());
+  CHECK_THAT(screen.Render(status, 12), Contains("  4.00 MiB/s"));
 }
 
 // The spans of a trace as "row: name begin+duration", in milliseconds.
@@ -488,6 +495,11 @@ TEST_CASE(
   CHECK_FALSE(trace.Watch(update, 100.3));
   update = Ended(update, true);
   update.set_elapsed_seconds(0.5);
+  for (const bool committed : {true, false}) {
+    v1::InstanceResult* const instance = Add(&update, committed ? "a" : "evicted", true);
+    instance->set_committed(committed);
+    instance->set_pause_seconds(0.003);
+  }
   CHECK(trace.Watch(update, 100.6));
   CHECK_FALSE(trace.Watch(update, 100.7));                         // it has ended before
   CHECK_FALSE(trace.Watch(Ended(Update(8, 4, 0, 1), true), 101));  // nobody saw it run
@@ -511,9 +523,9 @@ TEST_CASE(
 
   CHECK(SpansOf(trace.Json()) ==
         std::vector<std::string>{"updates: v5 committed 0+500", "phases: preparing 0+100",
-                                 "phases: data 100+400", "rank 1: bucket 0 100+100",
-                                 "rank 1: bucket 1 200+200", "node-a: node-a 100+250",
-                                 "node-a to node-b: 1.00 MiB 100+250"});
+                                 "phases: data 100+400", "a: paused 497+3",
+                                 "rank 1: bucket 0 100+100", "rank 1: bucket 1 200+200",
+                                 "node-a: node-a 100+250", "node-a to node-b: 1.00 MiB 100+250"});
 }
 
 TEST_CASE("a trace of an update that was not watched has no phases") {

@@ -22,9 +22,8 @@ struct TopOptions {
 
 absl::StatusOr<std::string> Draw(const OperatorClient& client, TopScreen* screen) {
   REFITD_ASSIGN_OR_RETURN(const auto status, client.GetStatus());
-  REFITD_ASSIGN_OR_RETURN(const auto members, client.ListMembers(""));
   const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
-  return screen->Render(status, members, now.count());
+  return screen->Render(status, now.count());
 }
 
 // Draws until its user ends it. A daemon that does not answer for a while is said on the screen.

@@ -10,33 +10,10 @@
 namespace refitd::refitctl {
 namespace {
 
-constexpr size_t kMaxNamed = 4;  // of those that are waited for
-
 bool Runs(const v1::UpdateStatus& update) { return update.update_id() != 0 && !HasEnded(update); }
 
 std::string RateWord(const ProgressMeter& meter) {
   return meter.bytes_per_second() > 0 ? HumanRate(meter.bytes_per_second()) : "-";
-}
-
-// Ranks that have not answered, by the states of docs/protocol.md.
-void AddRanks(const v1::GroupStatus& group, const v1::ListMembersResponse& members,
-              std::vector<std::string>* waited) {
-  for (const v1::MemberStatus& member : members.members()) {
-    if (member.group() != group.name()) continue;
-    if (member.role() == "engine" && member.state() == "preparing") {
-      waited->push_back(fmt::format("{} rank {} (Ready)", member.instance(), member.rank()));
-    }
-    if (member.role() == "trainer" && member.state() == "attached") {
-      waited->push_back(fmt::format("trainer rank {} (Begin)", member.rank()));
-    }
-  }
-}
-
-void AddMissing(const v1::GroupStatus& group, std::vector<std::string>* waited) {
-  const int trainers = group.spec().trainer_ranks() - group.trainers();
-  if (trainers > 0) waited->push_back(fmt::format("{} trainer ranks to attach", trainers));
-  const int instances = group.spec().min_instances() - CompleteInstances(group);
-  if (instances > 0) waited->push_back(fmt::format("{} instances to attach", instances));
 }
 
 std::string Instances(const v1::GetStatusResponse& status) {
@@ -81,22 +58,6 @@ std::string Links(const v1::GetStatusResponse& status) {
 
 }  // namespace
 
-std::string WaitedFor(const v1::GroupStatus& group, const v1::ListMembersResponse& members) {
-  if (!Runs(group.update())) return "";
-  std::vector<std::string> waited;
-  if (group.update().state() == "opening") AddMissing(group, &waited);
-  AddRanks(group, members, &waited);
-  for (const auto& slot : group.slots()) {
-    if (!slot.holder().empty()) {
-      waited.push_back(fmt::format("slot {}: {}", slot.slot(), slot.holder()));
-    }
-  }
-  if (waited.size() <= kMaxNamed) return fmt::format("{}", fmt::join(waited, ", "));
-  const size_t others = waited.size() - kMaxNamed;
-  waited.resize(kMaxNamed);
-  return fmt::format("{} and {} others", fmt::join(waited, ", "), others);
-}
-
 void TopScreen::Count(const v1::GroupStatus& group, double seconds) {
   Wire& wire = wires_[group.name()];
   if (wire.communicator != group.communicator()) wire = {group.communicator(), {}, {}};
@@ -107,8 +68,7 @@ void TopScreen::Count(const v1::GroupStatus& group, double seconds) {
                                                            group.update().bytes());
 }
 
-std::string TopScreen::Groups(const v1::GetStatusResponse& status,
-                              const v1::ListMembersResponse& members) {
+std::string TopScreen::Groups(const v1::GetStatusResponse& status) {
   Table table({"GROUP", "STATE", "VERSION", "TRAINERS", "READY", "COMMITTED", "ABORTED", "SENT/s",
                "RECEIVED/s"},
               {false, false, true, true, true, true, true, true, true});
@@ -127,14 +87,11 @@ std::string TopScreen::Groups(const v1::GetStatusResponse& status,
       if (update->update_id() == 0) continue;
       updates += RenderUpdate(*update, updates_[{group.name(), update->update_id()}]) + "\n";
     }
-    const std::string waited = WaitedFor(group, members);
-    if (!waited.empty()) updates += fmt::format("  waits for {}\n", waited);
   }
   return table.ToString() + "\n" + updates;
 }
 
-std::string TopScreen::Render(const v1::GetStatusResponse& status,
-                              const v1::ListMembersResponse& members, double seconds) {
+std::string TopScreen::Render(const v1::GetStatusResponse& status, double seconds) {
   for (const auto& group : status.groups()) Count(group, seconds);
   std::string text =
       fmt::format("{} refitd {} {}, up {}; {} members, {} anonymous\n\n",
@@ -142,7 +99,7 @@ std::string TopScreen::Render(const v1::GetStatusResponse& status,
                   status.serving() ? "serving" : "draining", HumanSeconds(status.uptime_seconds()),
                   status.resources().members(), HumanBytes(status.resources().anonymous_bytes()));
   if (status.groups_size() == 0) return text + "no groups\n";
-  return text + Groups(status, members) + "\n" + Instances(status) + Links(status);
+  return text + Groups(status) + "\n" + Instances(status) + Links(status);
 }
 
 }  // namespace refitd::refitctl

@@ -17,8 +17,7 @@ namespace refitd::refitctl {
 class TopScreen {
  public:
   // `seconds`: by any clock that grows. Rates of this moment are known from the second call on.
-  std::string Render(const v1::GetStatusResponse& status, const v1::ListMembersResponse& members,
-                     double seconds);
+  std::string Render(const v1::GetStatusResponse& status, double seconds);
 
  private:
   struct Wire {
@@ -26,16 +25,12 @@ class TopScreen {
     ProgressMeter sent;
     ProgressMeter received;
   };
-  std::string Groups(const v1::GetStatusResponse& status, const v1::ListMembersResponse& members);
+  std::string Groups(const v1::GetStatusResponse& status);
   void Count(const v1::GroupStatus& group, double seconds);
 
   std::map<std::string, Wire> wires_;                                  // by group
   std::map<std::pair<std::string, uint64_t>, ProgressMeter> updates_;  // that run
 };
-
-// Whom the group's running update waits for, as far as the daemon's answers say; empty: nobody, or
-// that is not known. At most a few are named.
-std::string WaitedFor(const v1::GroupStatus& group, const v1::ListMembersResponse& members);
 
 }  // namespace refitd::refitctl
 

@@ -75,8 +75,8 @@ Command AddTrace(CommandApp app, const GlobalOptions& global) {
   sub.Explain(
       "Without --updates: the last update, its buckets, and what daemons and links did in the "
       "last\n"
-      "refit. With it also the phases, by the daemon's clock. What is not recorded stands in the\n"
-      "trace under not_recorded.");
+      "refit; and how long each instance was paused. With it also the phases, by the daemon's\n"
+      "clock. What is not recorded stands in the trace under not_recorded.");
   auto options = std::make_shared<TraceOptions>();
   sub.Add("GROUP", &options->group, "The group").Required();
   sub.Add("--updates", &options->updates,

@@ -20,10 +20,10 @@ constexpr char kNotRecorded[] =
     "one "
     "after the other, in the order in which they ended); when a daemon or a link began and paused "
     "(each stands at the begin of the data phase; a link takes its sender's time); times of single "
-    "ranks and engines; sends of pushes";
+    "ranks, and pauses of engines that were not committed; sends of pushes";
 
 // The rows of the trace.
-enum Process : int { kGroup = 1, kTrainers, kDaemons, kLinks };
+enum Process : int { kGroup = 1, kTrainers, kDaemons, kLinks, kInstances };
 
 class Events {
  public:
@@ -32,6 +32,7 @@ class Events {
     Name(kTrainers, "buckets by trainer rank");
     Name(kDaemons, "daemons");
     Name(kLinks, "links");
+    Name(kInstances, "instances");
   }
   void Span(Process process, int row, const std::string& name, double begin, double seconds,
             ordered_json args) {
@@ -84,6 +85,15 @@ void AddBuckets(const v1::GetUpdateStatisticsResponse& statistics, double begin,
                   {"tensors", bucket.tensors()},
                   {"parts", bucket.parts()}});
     end += bucket.seconds();
+  }
+}
+
+// The outcome that ends the pause of a committed instance ends the update.
+void AddPauses(const v1::UpdateStatus& update, double end, Events* events) {
+  for (const v1::InstanceResult& instance : update.instances()) {
+    if (!instance.committed() || !instance.has_pause_seconds()) continue;
+    events->Span(kInstances, events->Row(kInstances, instance.instance()), "paused",
+                 end - instance.pause_seconds(), instance.pause_seconds(), ordered_json::object());
   }
 }
 
@@ -164,6 +174,7 @@ std::string UpdateTrace::Json() const {
                     ordered_json::object());
       }
     }
+    AddPauses(traced.update, begin + total, &events);
     AddBuckets(traced.statistics, data, &events);
     for (const v1::NodeStatus& node : traced.nodes) AddNode(node, data, &events);
   }

@@ -62,6 +62,15 @@ absl::Status NoDelivery(v1::Delivery given) {
 
 // Checks an engine's hello field by field. A manifest with too many tensors is refused later, by
 // the group (EngineIdentity::refused).
+absl::Status CheckHeldContent(const v1::EngineHello& hello) {
+  if (!hello.has_held_content()) return absl::OkStatus();
+  if (hello.held_content() >= 0 && hello.held_content() < hello.held_version()) {
+    return absl::OkStatus();
+  }
+  return InvalidField("held_content", "held_content: {} is not in 0..{}, below held_version",
+                      hello.held_content(), hello.held_version() - 1);
+}
+
 absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Peer& peer) {
   REFITD_RETURN_IF_ERROR(CheckHello(hello));
   REFITD_RETURN_IF_ERROR(CheckName(hello.instance(), "instance"));
@@ -82,6 +91,11 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
       return InvalidField("held_version", "held_version: {} is negative", hello.held_version());
     }
     identity.held_version = Version(hello.held_version());
+    REFITD_RETURN_IF_ERROR(CheckHeldContent(hello));
+    if (hello.has_held_content()) identity.held_content = Version(hello.held_content());
+  } else if (hello.has_held_content()) {
+    return InvalidField("held_content", "held_content: {} without a held_version",
+                        hello.held_content());
   } else if (hello.held_origin() != 0) {
     return InvalidField("held_origin", "held_origin: {:x} without a held_version",
                         hello.held_origin());

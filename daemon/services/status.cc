@@ -203,6 +203,9 @@ v1::InstanceResult ToProto(const InstanceOutcome& outcome) {
   result.set_committed(outcome.committed);
   result.set_reason(CleanText(outcome.reason, kMaxStatusTextBytes));
   SetFailure(outcome.failure, &result);
+  result.set_shadowed(outcome.shadowed);
+  result.set_flipped_back(outcome.flipped_back);
+  if (outcome.pause.has_value()) result.set_pause_seconds(Seconds(*outcome.pause));
   return result;
 }
 
@@ -230,6 +233,7 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   for (const std::string& name : update.left_out.names) status.add_left_out(name);
   status.set_elapsed_seconds(Seconds(update.elapsed));
   status.set_remaining_ms(ToMillis(update.remaining));
+  status.set_waits_for(CleanText(update.waits_for, kMaxStatusTextBytes));
   for (const InstanceOutcome& outcome : update.instances) {
     *status.add_instances() = ToProto(outcome);
   }

@@ -1,6 +1,7 @@
 """What an engine is paused for, and what a refit takes, with its weights in an arena and in place.
 
-usage: tools/bench arena [--gib G]... [--arena-gib G] [--ranks N] [--versions N] [--device cuda|cpu] [--verification V] [--rollbacks N] [--restart] [--json]
+usage: tools/bench arena [--gib G]... [--arena-gib G] [--ranks N] [--versions N] [--device cuda|cpu] [--verification V] [--rollbacks N] [--restart] [--timeline]
+       [--json]
 
 A trainer refits a model of torch into an engine, a process of its own: first into one whose weights lie in an arena, then into one
 that is written in place. The engine runs steps without a rest, on a GPU as a replayed CUDA graph, that read every weight, and takes
@@ -8,7 +9,8 @@ events between steps. The trainer is on the first GPU, the engine on the last, w
 takes Prepare to when it has taken Committed. --gib: of each of the engine's ranks, which lie on the last GPUs, and hold as much each.
 --arena-gib: of an arena at most; by default the free memory decides. --rollbacks: after so many versions the one before is served again,
 and the call of the trainer is measured. --restart: also, from when a process that takes the first engine's place attaches to when it
-holds its version, with the weights in place. The outputs of all steps are compared with those of the first step after their version's
+holds its version, with the weights in place. --timeline: only what trainer, daemon and engine do in the update with the median pause in
+an arena, as rows of docs/figures/arena_timeline.csv; `refitctl watch` gives the daemon's part. The outputs of all steps are compared with those of the first step after their version's
 commit, and the weights of every tenth version and of every rollback with the trainer's.
 
 With the wheel in PYTHONPATH the script needs no Bazel (tests/gpu/README.md).
@@ -20,6 +22,7 @@ import math
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -121,13 +124,14 @@ def serve(options):
         prepared = time.monotonic()
         synchronize(device)
         event.ready()
+        exchanged = time.monotonic()
         event = engine.next(SECONDS)
         if not isinstance(event, refitd.Committed):
             sys.exit(f"no commit: {event}")
         synchronize(device)
         committed = time.monotonic()
         version, expected = event.version, None
-        row = {"version": version, "prepared": prepared, "committed": committed, "steps": taken, "wrong": wrong}
+        row = {"version": version, "prepared": prepared, "exchanged": exchanged, "committed": committed, "steps": taken, "wrong": wrong}
         content = version if event.content is None else event.content
         if version % 10 == 1 or content != version:
             row["compared"] = sum(not torch.equal(weight, value) for weight, value in weights_of(model, content, first))
@@ -173,6 +177,55 @@ class Peer:
         return json.loads(line)
 
 
+class Watch:
+    """The states of a group's updates, by the clock of this process."""
+
+    PARTS = {"opening": "prepare", "preparing": "prepare", "data": "stage", "settling": "stage", "verifying": "verify", "flipping": "flip"}
+
+    def __init__(self, daemon, group):
+        command = [testing.program("refitctl"), "--socket", daemon.socket, "-o", "json", "watch", "--group", group, "--interval", "20"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.updates = {}  # version: [(when it was taken, UpdateStatus)]
+        self.thread = threading.Thread(target=self.read)
+        self.thread.start()
+
+    def read(self):
+        for line in self.process.stdout:
+            taken, update = time.monotonic(), json.loads(line)
+            self.updates.setdefault(int(update["version"]), []).append((taken, update))
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait(SECONDS)
+        self.thread.join(SECONDS)
+
+    def parts(self, version):
+        """(what the daemon does, begin, end) of the version's update."""
+        seen = self.updates[version]
+        began = min(taken - update.get("elapsed_seconds", 0) for taken, update in seen)
+        parts = []
+        for _, update in seen:
+            at = began + update.get("elapsed_seconds", 0)
+            if parts:
+                parts[-1][2] = at
+            what = self.PARTS.get(update["state"])
+            if what and not (parts and parts[-1][0] == what):
+                parts.append([what, at, at])
+        return parts
+
+
+def timeline(watch, found):
+    """Prints who does what in the update with the median pause."""
+    began, ended, row = sorted(found, key=lambda each: each[2]["committed"] - each[2]["prepared"])[len(found) // 2]
+    parts = watch.parts(row["version"])
+    rows = [("trainer", "begin", began, parts[0][1]), ("trainer", "wait", parts[0][1], ended), *(("daemon", *part) for part in parts),
+            ("engine", "serve", began, row["prepared"]), ("engine", "exchange", row["prepared"], row["exchanged"]),
+            ("engine", "resume", row["exchanged"], row["committed"])]
+    print("who,what,begin,end")
+    for who, what, *times in rows:
+        print(who, what, *(f"{(at - began) * 1e3:.2f}" for at in times), sep=",")
+
+
 def quantile(values, share):
     return sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
 
@@ -180,13 +233,14 @@ def quantile(values, share):
 def measure(options, daemon, model, gib, arena):
     """Seconds of pauses, refits, and steps beside nothing and beside a refit."""
     group = f"bench-{'arena' if arena else 'in-place'}-{gib}"
-    found = {"pause": [], "refit": [], "rollback": [], "idle": [], "busy": []}
+    found = {"pause": [], "refit": [], "rollback": [], "idle": [], "busy": [], "updates": []}
     wrong = 0
     with refitd.Trainer(group, socket=daemon.socket) as trainer:
         trainer.register({str(number): weight for number, weight in enumerate(model)})
         peers = [Peer(options, daemon, group, gib, arena, rank) for rank in range(options.ranks)]
         for peer in peers:
             peer.line()
+        watch = Watch(daemon, group) if options.timeline else None
         for number in range(1, options.versions + 1):
             version = trainer.next_version
             fill(model, version)
@@ -202,6 +256,7 @@ def measure(options, daemon, model, gib, arena):
             found["pause"].append(max(row["committed"] for row in rows) - max(row["prepared"] for row in rows))
             found["refit"].append(ended - began)
             row = rows[0]
+            found["updates"].append((began, ended, row))
             found["idle"] += [seconds for at, seconds in row["steps"] if began - options.rest < at and at + seconds < began]
             found["busy"] += [seconds for at, seconds in row["steps"] if began < at and at + seconds < row["prepared"]]
             if arena and number <= 2 + options.rollbacks:
@@ -211,6 +266,9 @@ def measure(options, daemon, model, gib, arena):
                 wrong += sum(row["wrong"] + row["compared"] for row in [peer.line() for peer in peers])
         for peer in peers:
             peer.process.wait(SECONDS)
+        if watch:
+            watch.close()
+            timeline(watch, found["updates"])
         if arena and options.restart:
             row = Peer(options, daemon, group, gib, arena, 0, restart=True).line()
             if not row["restored"] or row["version"] != version or row["wrong"]:
@@ -232,6 +290,7 @@ def main():
     parser.add_argument("--rest", type=float, default=0.2, help="seconds of steps before each refit")
     parser.add_argument("--rollbacks", type=int, default=0, help="fewer than versions by 3 at least")
     parser.add_argument("--restart", action="store_true")
+    parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--arena", action="store_true", help=argparse.SUPPRESS)
@@ -243,15 +302,17 @@ def main():
     if options.engine:
         return restart(options) if options.restart else serve(options)
     missed = 0
-    if not options.json:
+    if not options.json and not options.timeline:
         print("| GiB | pause in an arena, p50, p99, ms | goal | pause in place, p50, ms | refit, arena, in place, ms | ratio | steps while staged, to idle |")
         print("|---|---|---|---|---|---|---|", flush=True)
     for gib in options.gib or [1.1]:
         with testing.Daemon() as daemon:
             model = model_of(gib, options.device, options.ranks)
             refitd.adopt(model)
-            rows = {arena: measure(options, daemon, model, gib, arena) for arena in (True, False)}
+            rows = {arena: measure(options, daemon, model, gib, arena) for arena in ([True] if options.timeline else [True, False])}
             del model
+        if options.timeline:
+            continue
         goal = (1.5 + 0.06 * gib) if options.device == "cuda" else 5.0
         p99 = quantile(rows[True]["pause"], 0.99) * 1e3
         medians = {arena: {kind: statistics.median(found[kind]) * 1e3 for kind in ("pause", "refit")} for arena, found in rows.items()}

@@ -32,6 +32,9 @@ METRICS = {
     "refitd_update_phase_seconds": {"group", "phase"},
     "refitd_update_seconds": {"group"},
     "refitd_moved_bytes_total": {"group", "move"},
+    "refitd_staging_seconds": {"group"},
+    "refitd_pause_seconds": {"group", "engine"},
+    "refitd_flips_total": {"group"},
     "refitd_flip_backs_total": {"group"},
     "refitd_slots": {"group", "state"},
     "refitd_leases": {"group", "role"},
@@ -51,7 +54,7 @@ METRICS = {
     "refitd_arena_bytes": {"group", "owner", "side"},
     "up": set(),
 }
-HISTOGRAMS = ("refitd_update_seconds", "refitd_update_phase_seconds")
+HISTOGRAMS = ("refitd_update_seconds", "refitd_update_phase_seconds", "refitd_staging_seconds", "refitd_pause_seconds")
 TARGET_LABELS = {"job", "instance"}  # Prometheus adds them
 
 

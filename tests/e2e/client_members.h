@@ -68,9 +68,14 @@ class Rank {
         EmptyMemory();
       }
       for (Piece& piece : held_.layout.pieces) piece.region = region_->id();
-      REQUIRE(engine_->Register(held_.layout).ok());
+      absl::Status registered = engine_->Register(held_.layout);
+      if (kept.ok() && absl::IsDataLoss(registered)) {
+        EmptyMemory();
+        registered = engine_->Register(held_.layout);
+      }
+      INFO(registered);
+      REQUIRE(registered.ok());
       if (options.restore) seen_.committed = engine_->version();
-      if (kept.ok() && !seen_.committed.has_value()) EmptyMemory();
     }
     thread_ = std::thread([this] { Serve(); });
   }

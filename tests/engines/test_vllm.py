@@ -108,10 +108,14 @@ def test_five_versions_into_arenas(
     monkeypatch.setenv("REFITD_ARENA", "device")
 
     def staged(engine: EngineProcess, version: int) -> None:
-        assert all(rank["staged"] for rank in engine.call("status")), version
+        for rank in engine.call("status"):
+            assert rank["staged"], version
+            # Before its first version the engine does not serve.
+            assert rank["processed_ahead"] == (len(rank["delivery"]["ahead"]) if version > 1 else 0), rank
 
     delivery = check_five_versions(name, folder, daemon, tmp_path, dtype=dtype, tp=tp, each=staged)
     assert delivery["arena_bytes"] and not any("arena" in why for why in delivery["processed"].values()), delivery
+    assert not delivery["in_pause"] and bool(delivery["ahead"]) == bool(delivery["processed"]), delivery
 
 
 def test_a_weight_that_the_engine_writes_is_in_no_arena(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

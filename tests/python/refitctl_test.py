@@ -347,7 +347,7 @@ class RefitctlTest(unittest.TestCase):
         for child in (push, first, second):
             child.finish(OK)
         lines = watch.finish(OK)
-        self.assertRegex(lines[-1], r"^watched v1 committed: %d tensors, .*, 2 of 2 instances$" % TENSORS)
+        self.assertRegex(lines[-1], r"^watched v1 committed: %d tensors, .*, 2 of 2 instances; paused .* to .*$" % TENSORS)
         # The group is idle, so the command ends at once.
         self.assertEqual(self.refitctl("watch", "--group", "watched", "--until-idle"), "")
 

@@ -18,7 +18,7 @@ struct Planted {
   uint64_t first = 0;         // the first of them
 };
 
-inline constexpr std::array<Planted, 39> kPlanted = {{
+inline constexpr std::array<Planted, 40> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenUnknown, "forgotten-unknown", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -59,6 +59,7 @@ inline constexpr std::array<Planted, 39> kPlanted = {{
     {Bug::kWrittenSide, "written-side", "P1 P2", 500},
     {Bug::kIgnoredHold, "ignored-hold", "HOLD", 500},
     {Bug::kWrongContent, "wrong-content", "P11", 500},
+    {Bug::kForgottenContent, "forgotten-content", "P11", 1000},
 }};
 
 }  // namespace refitd::sim

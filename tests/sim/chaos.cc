@@ -235,7 +235,9 @@ void World::TearSource(const Round& round) {
 
 // A call at the coordinator's own daemon reaches its group at once, so no call that opens an update
 // is left unanswered by a catch-up that commits: the catch-up would have given way to it.
+// Calls whose update waits for a hold are left to wait.
 void World::CheckCaughtUp(int d, int g) {
+  if (now_ < GroupOf(g).held_until && GroupOf(g).held_by == Find(d, g)->nonce) return;
   for (const auto& [id, call] : DaemonAt(d).calls) {
     if (call.g != g || !call.opens || call.since >= now_) continue;
     return Violate("GIVE", fmt::format("d{} g{}: a catch-up commits while call {} of pid {} waits",

@@ -189,10 +189,12 @@ void World::TryAttach(int pid) {
   const std::optional<Version> holds = p.holds;
   const uint64_t origin = p.origin;
   const std::string owner = p.owner;
+  std::optional<Version> content = p.content;
+  if (options_.bug == Bug::kForgottenContent) content.reset();
   InProcess(pid, seconds(3), [this, pid, lease, retry] {
     if (ProcessOf(pid).lease == lease && ProcessOf(pid).attaching) retry();
   });
-  InDaemon(d, NetDelay(), [this, pid, d, g = seat.g, lease, holds, origin, owner, retry] {
+  InDaemon(d, NetDelay(), [this, pid, d, g = seat.g, lease, holds, origin, owner, content, retry] {
     Process& q = ProcessOf(pid);
     if (!q.alive || q.lease != lease || q.member != MemberId()) return;
     EnsureFollower(d, g);
@@ -223,7 +225,10 @@ void World::TryAttach(int pid) {
     who.delivery = s.delivery;
     who.pid = pid;
     who.held_version = holds;
-    if (who.held_version.has_value()) who.held_origin = origin;
+    if (who.held_version.has_value()) {
+      who.held_origin = origin;
+      who.held_content = content;
+    }
     if (options_.bug != Bug::kTakeover) who.held_owner = owner;
     who.catch_up = s.catch_up;
     if (s.manifest) who.manifest = GroupOf(g).model;
@@ -483,6 +488,7 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty,
                                         rounds_[rounds_[index].bytes_of].version));
     }
     p.holds = version;
+    p.content = content == version ? std::nullopt : content;
     p.torn = false;
   } else {
     if (seat.trainer) {

@@ -20,8 +20,17 @@ void World::FollowCommit(int d, int g, const Round& round) {
   group.held_until = TimePoint();
   const bool shadowed = std::any_of(seats_.begin(), seats_.end(),
                                     [g](const Seat& seat) { return seat.g == g && seat.shadowed; });
-  if (round.rollback || !shadowed || no_faults_ || healed_) return;
+  if (!shadowed || no_faults_ || healed_) return;
   const uint64_t draw = options_.seed / 3 + static_cast<uint64_t>(result_.committed);
+  if (round.rollback) {
+    if (draw % 2 != 0 || one_daemon_ != OneDaemon::kNone) return;
+    return In(milliseconds(1 + draw % 90), [this, d] {
+      // The group is made again before the others have caught up.
+      if (healed_ || !DaemonAt(d).up) return;
+      KillDaemon(d, false);
+      In(milliseconds(200), [this, d] { StartDaemon(d); });
+    });
+  }
   if (group.spec.hold_previous_seconds > 0) {
     group.held_until = now_ + seconds(group.spec.hold_previous_seconds);
     group.held_by = round.coordinator;

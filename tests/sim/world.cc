@@ -459,6 +459,40 @@ void World::AfterCoordinator(int d, int g) {
                                 g, instance.name, *instance.version, member.rank, member.pid));
     }
   }
+  CheckUndone(g, view);
+}
+
+std::optional<Version> World::Serves(const MachineView& view, const std::string& instance) const {
+  for (const MemberView& member : view.group.members) {
+    if (!member.engine || member.instance != instance) continue;
+    const Process& p = ProcessOf(member.pid);
+    if (!p.alive || p.torn || p.flipped || p.undecided || p.weights_unknown) return std::nullopt;
+    return TrueVersion(p, nullptr);
+  }
+  return std::nullopt;
+}
+
+// P11: no instance is ready with what was rolled back, where another one is known to serve the
+// rollback.
+void World::CheckUndone(int g, const MachineView& view) {
+  for (const InstanceView& rollback : view.group.instances) {
+    const std::optional<Version> content = Serves(view, rollback.name);
+    if (!content.has_value() || !rollback.version.has_value() || rollback.origin == 0 ||
+        *content >= *rollback.version) {
+      continue;
+    }
+    for (const InstanceView& other : view.group.instances) {
+      if (!other.readiness.ready || !other.version.has_value()) continue;
+      if (other.origin != rollback.origin || *other.version <= *content) continue;
+      const std::optional<Version> serves = Serves(view, other.name);
+      if (*other.version >= *rollback.version || !serves.has_value() || *serves <= *content) {
+        continue;
+      }
+      Violate("P11", fmt::format("g{}: instance {} is ready with version {}, which was rolled back "
+                                 "to the content of version {}, as version {}",
+                                 g, other.name, *other.version, *content, *rollback.version));
+    }
+  }
 }
 
 // ---- actions ----

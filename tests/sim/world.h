@@ -79,20 +79,21 @@ enum class Bug : uint8_t {
   kSkippedRound,
   kWrongResume,  // a joined daemon is told to go on one round after the one that is lacking
   kTornSource,   // an engine loses some of its weights when a catch-up begins, and goes on giving
-  kStubbornCatchUp,  // calls that open an update are held up while a catch-up runs
-  kBlindCatchUp,     // a catch-up's read-back finds nothing
-  kSkippedPart,      // a joined daemon stores nothing of a part that is sent again
-  kTwiceStored,      // a joined daemon stores a part that is sent again twice
-  kTakeover,         // engines do not say whose version they hold: who comes first owns the group
-  kOwnerElsewhere,   // the coordinator does not know who a trainer at another daemon is
-  kEarlyFlip,        // a shadowed engine flips when the read-back of its backs begins
-  kHalfFlip,         // a rank says that it has flipped, and has not
-  kStaleSide,        // the daemon takes no note that sides have changed places
-  kKeptSide,         // moves that were bound to one side are run for the other
-  kNoWayBack,        // a rank that has flipped stays so when the update is given up
-  kWrittenSide,      // a back that a rollback puts into place was written since
-  kIgnoredHold,      // the next update is staged though the version before is held
-  kWrongContent,     // ranks do not get the version whose content a rollback has
+  kStubbornCatchUp,   // calls that open an update are held up while a catch-up runs
+  kBlindCatchUp,      // a catch-up's read-back finds nothing
+  kSkippedPart,       // a joined daemon stores nothing of a part that is sent again
+  kTwiceStored,       // a joined daemon stores a part that is sent again twice
+  kTakeover,          // engines do not say whose version they hold: who comes first owns the group
+  kOwnerElsewhere,    // the coordinator does not know who a trainer at another daemon is
+  kEarlyFlip,         // a shadowed engine flips when the read-back of its backs begins
+  kHalfFlip,          // a rank says that it has flipped, and has not
+  kStaleSide,         // the daemon takes no note that sides have changed places
+  kKeptSide,          // moves that were bound to one side are run for the other
+  kNoWayBack,         // a rank that has flipped stays so when the update is given up
+  kWrittenSide,       // a back that a rollback puts into place was written since
+  kIgnoredHold,       // the next update is staged though the version before is held
+  kWrongContent,      // ranks do not get the version whose content a rollback has
+  kForgottenContent,  // ranks do not say of what content the rollback is that they hold
 };
 
 struct Options {
@@ -291,16 +292,17 @@ struct Process {
   std::vector<std::vector<Tag>> cells;
   // The backs of a shadowed engine's regions. A flip exchanges the two.
   std::vector<std::vector<Tag>> back;
-  bool second_side = false;      // `cells` are what was the back when the process began
-  bool flipped = false;          // for an update whose outcome it has not heard
-  bool undecided = false;        // it lost its lease so
-  uint64_t flips = 0;            // that were committed, in this lease
-  std::vector<int64_t> first;    // by tensor: first element held
-  std::optional<Version> holds;  // the version that it believes to serve
-  uint64_t origin = 0;           // incarnation in which `holds` was committed; 0: from a file
-  std::string owner;             // of the group when it committed the last version here
-  bool torn = false;             // it lost a part of `holds` and hides that; for kTornSource
-  bool weights_unknown = false;  // answered Ready, heard no outcome
+  bool second_side = false;        // `cells` are what was the back when the process began
+  bool flipped = false;            // for an update whose outcome it has not heard
+  bool undecided = false;          // it lost its lease so
+  uint64_t flips = 0;              // that were committed, in this lease
+  std::vector<int64_t> first;      // by tensor: first element held
+  std::optional<Version> holds;    // the version that it believes to serve
+  uint64_t origin = 0;             // incarnation in which `holds` was committed; 0: from a file
+  std::string owner;               // of the group when it committed the last version here
+  std::optional<Version> content;  // of `holds`, if that is a rollback
+  bool torn = false;               // it lost a part of `holds` and hides that; for kTornSource
+  bool weights_unknown = false;    // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
   int64_t next_part = 0;
@@ -648,6 +650,9 @@ class World {
   void ScheduleTick(int d, int g);
   void Tick(int d, int g, uint64_t nonce);
   void AfterCoordinator(int d, int g);
+  // The version whose bytes an instance of the group serves, if nothing is being put into place.
+  std::optional<Version> Serves(const MachineView& view, const std::string& instance) const;
+  void CheckUndone(int g, const MachineView& view);
 
   void Perform(int d, int g, const MachineAction& action);
   void On(int d, int g, const Reply& a);

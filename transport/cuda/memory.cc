@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/base/errors.h"
 #include "transport/base/mutex.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/call_watch.h"
@@ -526,6 +527,7 @@ class VmmTwoSided final : public TwoSided {
 
   ~VmmTwoSided() override {
     if (mapped_) (void)parts_.driver.api().cuMemUnmap(parts_.address, size());
+    if (spare_mapped_) (void)parts_.driver.api().cuMemUnmap(parts_.spare, size());
   }
 
   absl::StatusOr<UniqueFd> Share(bool back) const override {
@@ -556,7 +558,7 @@ class VmmTwoSided final : public TwoSided {
     const CudaApi& api = parts_.driver.api();
     const ScopedContext current(api, parts_.context);
     REFITD_RETURN_IF_ERROR(current.status());
-    REFITD_RETURN_IF_ERROR(Map(parts_.spare, 1 - front_));
+    REFITD_RETURN_IF_ERROR(MapSpare());
     CUstream stream = nullptr;
     absl::Status copied = REFITD_CUDA_CALL(api, cuStreamCreate, &stream, CU_STREAM_NON_BLOCKING);
     if (copied.ok()) {
@@ -565,8 +567,23 @@ class VmmTwoSided final : public TwoSided {
       if (copied.ok()) copied = REFITD_CUDA_CALL(api, cuStreamSynchronize, stream);
       (void)api.cuStreamDestroy(stream);
     }
-    const absl::Status unmapped = REFITD_CUDA_CALL(api, cuMemUnmap, parts_.spare, size());
+    const absl::Status unmapped = UnmapSpare();
     return copied.ok() ? unmapped : copied;
+  }
+
+  absl::StatusOr<char*> MapBack() override {
+    const CallWatch::Call call(parts_.driver.calls.get(), parts_.device, "mapping a back");
+    const ScopedContext current(parts_.driver.api(), parts_.context);
+    REFITD_RETURN_IF_ERROR(current.status());
+    REFITD_RETURN_IF_ERROR(MapSpare());
+    return Pointer(parts_.spare);
+  }
+
+  void UnmapBack() override {
+    if (!spare_mapped_) return;
+    const CallWatch::Call call(parts_.driver.calls.get(), parts_.device, "unmapping a back");
+    const ScopedContext current(parts_.driver.api(), parts_.context);
+    if (current.status().ok()) (void)UnmapSpare();
   }
 
   absl::Status Flip() override {
@@ -598,7 +615,7 @@ class VmmTwoSided final : public TwoSided {
     // memory.
     std::array<UniqueFd, 2> descriptors{};
     CUdeviceptr address = 0;  // where a side is mapped
-    CUdeviceptr spare = 0;    // where the back is mapped while it is copied to
+    CUdeviceptr spare = 0;    // where the back is mapped while this process uses it
 
     Parts(WatchedDriver of, int on, CUcontext with)
         : driver(std::move(of)), device(on), context(with) {}
@@ -643,6 +660,18 @@ class VmmTwoSided final : public TwoSided {
       : TwoSided(Pointer(parts.address), parts.sides[0].bytes), parts_(std::move(parts)) {}
 
   size_t size() const { return static_cast<size_t>(bytes()); }
+  // The back at parts_.spare. A context of the device must be current.
+  absl::Status MapSpare() {
+    if (spare_mapped_) return Precondition("the other side is mapped already");
+    REFITD_RETURN_IF_ERROR(Map(parts_.spare, 1 - front_));
+    spare_mapped_ = true;
+    return absl::OkStatus();
+  }
+  absl::Status UnmapSpare() {
+    REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(parts_.driver.api(), cuMemUnmap, parts_.spare, size()));
+    spare_mapped_ = false;
+    return absl::OkStatus();
+  }
   // Maps a side; where that fails, nothing is mapped at the address.
   absl::Status Map(CUdeviceptr at, size_t side,
                    CUmemAccess_flags flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE) const {
@@ -658,6 +687,7 @@ class VmmTwoSided final : public TwoSided {
   const Parts parts_;
   size_t front_ = 0;
   bool mapped_ = false;
+  bool spare_mapped_ = false;
   bool writable_ = false;
 };
 

@@ -408,6 +408,31 @@ TEST_CASE("a flip shows at one address what importers wrote to the other side") 
   CheckNothingOpen(fake);
 }
 
+TEST_CASE("the other side is read at an address of its own, of which nothing stays") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  {
+    const auto made = *memory->MakeTwoSided(1, kMiB);
+    TwoSided& two = *made;
+    const auto imported = memory->ImportDescriptor(1, *two.Share(true), two.bytes());
+    REQUIRE(imported.ok());
+    std::memset((*imported)->data(), 3, kMiB);
+    const auto mapped = two.MapBack();
+    REQUIRE(mapped.ok());
+    CHECK((*mapped)[kMiB - 1] == 3);
+    CHECK(two.data()[kMiB - 1] != 3);
+    CHECK(absl::IsFailedPrecondition(two.MapBack().status()));
+    CHECK(absl::IsFailedPrecondition(two.CopyToBack()));
+    two.UnmapBack();
+    REQUIRE(two.Flip().ok());
+    CHECK(two.data()[kMiB - 1] == 3);
+    fake.FailAt("cuMemMap", 1, 801);
+    CHECK_FALSE(two.MapBack().ok());
+    REQUIRE(two.MapBack().ok());  // until the memory's end
+  }
+  CheckNothingOpen(fake);
+}
+
 TEST_CASE("a flip that the driver refuses leaves the side that was mapped") {
   FakeCuda fake;
   const auto memory = MakeMemory();

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/host/memory.h"
 
@@ -85,13 +86,17 @@ class HostTwoSided final : public TwoSided {
     return absl::OkStatus();
   }
   absl::Status CopyToBack() override {
-    if (!back_mapped_) {
-      REFITD_RETURN_IF_ERROR(MapAt(addresses_.Room(1), sides_[1 - front_], bytes()));
-      back_mapped_ = true;
-    }
-    std::memcpy(addresses_.Room(1), data(), size());
+    REFITD_ASSIGN_OR_RETURN(char* const back, Back());
+    std::memcpy(back, data(), size());
     return absl::OkStatus();
   }
+  absl::StatusOr<char*> MapBack() override {
+    if (back_used_) return Precondition("the other side is mapped already");
+    absl::StatusOr<char*> mapped = Back();
+    back_used_ = mapped.ok();
+    return mapped;
+  }
+  void UnmapBack() override { back_used_ = false; }
   // Each step leaves a side mapped at data(). The last step only prepares the next call, and may
   // fail.
   absl::Status Flip() override {
@@ -105,6 +110,14 @@ class HostTwoSided final : public TwoSided {
 
  private:
   size_t size() const { return static_cast<size_t>(bytes()); }
+  // The back, in Room(1).
+  absl::StatusOr<char*> Back() {
+    if (!back_mapped_) {
+      REFITD_RETURN_IF_ERROR(MapAt(addresses_.Room(1), sides_[1 - front_], bytes()));
+      back_mapped_ = true;
+    }
+    return addresses_.Room(1);
+  }
   // Maps at `to` what is mapped at `from`, with its page tables; `from` stays mapped, without them.
   // Linux moves the tables of shared memory so from 5.13 on; before, a flip maps both sides anew,
   // and page faults follow.
@@ -120,6 +133,7 @@ class HostTwoSided final : public TwoSided {
   size_t front_ = 0;
   bool writable_;
   bool back_mapped_ = true;  // the back, in Room(1)
+  bool back_used_ = false;   // from MapBack to UnmapBack
 };
 
 // Maps the front, read-only unless writable, and the back, always writable.

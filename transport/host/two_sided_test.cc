@@ -47,6 +47,24 @@ TEST_CASE("a flip shows at the same address what was written to the other side")
   }
 }
 
+TEST_CASE("the other side is read at an address of its own before and after flips") {
+  const auto memory = Make(10'000);
+  const auto first = MapSide(*memory, false);
+  const auto second = MapSide(*memory, true);
+  for (int round = 1; round < 6; ++round) {
+    const auto& back = round % 2 == 1 ? second : first;
+    std::memset(back->data(), round, 10'000);
+    const auto mapped = memory->MapBack();
+    REQUIRE(mapped.ok());
+    CHECK(*mapped != memory->data());
+    CHECK((*mapped)[9'999] == round);
+    CHECK(absl::IsFailedPrecondition(memory->MapBack().status()));
+    memory->UnmapBack();
+    REQUIRE(memory->Flip().ok());
+  }
+  memory->UnmapBack();  // nothing is mapped
+}
+
 TEST_CASE("what the process writes goes to the side that is mapped") {
   const auto memory = Make(8192);
   const auto first = MapSide(*memory, false);

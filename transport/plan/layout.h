@@ -205,6 +205,9 @@ struct Layout {
   std::vector<RegionBack> backs = {};
   // With backs: how many commits of this lease have exchanged them, as far as the rank has heard.
   uint64_t flips = 0;
+  // With backs: the backs do not hold what their regions hold. The layout is checked, and the rank
+  // has none until it registers one without this.
+  bool backs_differ = false;
 
   // Digest of the structure: tensors' names, dtypes, shapes, boxes and strides. It does not depend
   // on the order of tensors and pieces, on regions, byte offsets or the binding generation. The

@@ -22,7 +22,7 @@ from ._core import awaited, ends_soon, interruptible, native, paused
 from ._core.member import Connect, Member, Registration, TensorList, check_tensors, checked_version
 from ._core.native import check, last_failure, made_by, shown, text
 from ._core.tensors import Places, describe, is_module
-from .errors import Closed, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument, NotFound
+from .errors import Closed, DataLoss, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument, NotFound
 from .layout import Box, TensorSpec, devices
 from .layout.memory import BY_CODE, DTYPES, Arena, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
 
@@ -44,7 +44,7 @@ class Weights(IntEnum):
 class Prepare:
     """An update begins: stop reading the weights, synchronise the device, then call ready().
 
-    `remaining_seconds`: how long the update may take from now. `tensor_count`: how many tensors the trainer's ranks
+    `remaining_seconds`: how long the update may take from now, and with `flip` how long ready(). `tensor_count`: how many tensors the trainer's ranks
     announced together; None: they did not.
     `flip`: the version lies in the other side of the engine's arena, complete and verified; ready() puts it into place.
     """
@@ -273,6 +273,7 @@ class Engine(Member):
         held_version: int | None = None,
         held_incarnation: int | None = None,
         held_digest: int | None = None,
+        held_content: int | None = None,
         held_owner: str | None = None,
         trainer_identity: str | None = None,
         dirty: bool = False,
@@ -294,6 +295,7 @@ class Engine(Member):
             held_version: The version that the memory holds, complete, from an earlier attachment.
             held_incarnation: Committed's, of `held_version`.
             held_digest: Committed's, of `held_version`; with `catch_up`, memory of another digest holds no version.
+            held_content: Committed's `content`, of `held_version`.
             held_owner: Committed's owner of the last version that was committed there, also where the memory is dirty since: a group
                 that is made again belongs to that owner.
             trainer_identity: Whose weights this rank takes, "uid:1000", "spiffe://prod/trainer/a", "spiffe://prod/trainer/*",
@@ -343,6 +345,8 @@ class Engine(Member):
         if held_version is not None:
             options.has_held_version, options.held_version = 1, checked_version(held_version)
             options.held_origin, options.held_digest = held_incarnation or 0, held_digest or 0
+            if held_content is not None:
+                options.has_held_content, options.held_content = 1, held_content
         if manifest is not None:
             specs = [spec_of(entry) for entry in manifest]
             check_tensors(specs, self.label)
@@ -406,8 +410,8 @@ class Engine(Member):
             buffers: Whether persistent buffers are placed and registered as well.
 
         Returns:
-            Whether the memory holds `version`, whose Committed is then the next event. If not, load the weights and register the module, so that
-            both sides have what no version brings. The module is registered already only where kept memory was found to be something else.
+            Whether the memory holds `version`, whose Committed is then the next event, and the module is registered. If not, load the weights and
+            register the module, so that both sides have what no version brings.
 
         Raises:
             ResourceExhausted: There is too little memory.
@@ -421,10 +425,12 @@ class Engine(Member):
             return False
         try:
             self.register(module, buffers=buffers)
+        except DataLoss:
+            return False
         except BaseException:
             place_in_arenas(module, [], self.device, buffers)  # the kept memory can't be written
             raise
-        return self.version is not None
+        return True
 
     def take_kept(self) -> list[Arena]:
         """The arenas that the daemon keeps for this rank, in the order in which its last process made them; for adapters of engines that place

@@ -253,11 +253,13 @@ class ArenaTest(DaemonTest):
         self.assertFalse(engine.restore(model))
         self.assertIsNone(engine.version)
         self.assertIn("its content differs", self.daemon.read_log())
+        with self.assertRaisesRegex(refitd.DeadlineExceeded, "the layout of engine a rank 0"):
+            self.sender.refit(2, duration_seconds=0.3)  # loading would overwrite it
         model.load_state_dict(other(7))  # the memory is as good as new
         engine.register(model)
         server = Server(self, engine)
-        self.source.load_state_dict(other(2))
-        self.sender.refit(2)
+        self.source.load_state_dict(other(3))
+        self.sender.refit(3)
         server.wait_for(refitd.Committed)
         self.assertTrue(torch.equal(model(torch.arange(8)), self.source(torch.arange(8))))
 

@@ -191,7 +191,7 @@ class refit_engine_options(ctypes.Structure):
         struct_size=c_size_t, connect=POINTER(refit_connect_options), instance=c_char_p, rank=c_int32, world_size=c_int32, delivery=c_int32,
         has_manifest=c_int32, manifest=c_void_p, manifest_count=c_int64, has_held_version=c_int32, held_version=c_int64, dirty=c_int32,
         held_origin=c_uint64, catch_up=c_int32, held_owner=c_char_p, trainer_identity=c_char_p, held_digest=c_uint64,
-        restore=c_int32,
+        restore=c_int32, has_held_content=c_int32, held_content=c_int64,
     )  # fmt: skip
 
 
@@ -285,6 +285,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_arena_new": (_STATUS, (POINTER(refit_connect_options), c_int64, _OUT)),
     "refit_arena_data": (c_void_p, (c_void_p,)),
     "refit_arena_bytes": (c_int64, (c_void_p,)),
+    "refit_arena_map_back": (_STATUS, (c_void_p, _OUT)),
+    "refit_arena_unmap_back": (None, (c_void_p,)),
     "refit_arena_free": (None, (c_void_p,)),
     "refit_engine_add_arena": (_STATUS, (c_void_p, c_void_p, _OUT)),
     "refit_engine_take_kept": (_STATUS, (c_void_p, c_int32, _OUT)),

@@ -116,6 +116,12 @@ class Controls:
         self.sleeps: Callable[[], Coroutine[Any, Any, Any]] | None = None
         self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
 
+    def busy(self) -> bool:
+        return True
+
+    def process_ahead(self, version: int) -> int:
+        return 0  # what must be processed is processed in the pause
+
     def pause(self, mode: str) -> None:
         self.run(self._pause(mode))
 
@@ -860,7 +866,7 @@ class Backend:
         return {name: digest(named[name]) for name in delivery.processed if named[name].numel()}
 
     def _steps(self, rooms: ExitStack) -> Steps:
-        return Steps(sys.modules[__name__], self._try_out, self._process, self._load, lambda: self._probe(rooms))
+        return Steps(sys.modules[__name__], self._try_out, self._process, None, self._load, lambda: self._probe(rooms))
 
     def _probe(self, rooms: ExitStack) -> Probe:
         """How the model is run alone, until `rooms` closes."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .._core import ends_soon, interruptible, native
@@ -192,6 +193,33 @@ def _new_arena(nbytes: int, device: str | None) -> Arena:
         return arena_of(made)
 
     return interruptible(make, cancel=ends_soon)
+
+
+@contextmanager
+def other_side(tensors: Mapping[str, torch.Tensor], device: str | None) -> Iterator[dict[str, torch.Tensor]]:
+    """Within the block, by the same names, tensors over the other sides of the arenas in which `tensors` lie, to be read: between Prepare with `flip` and
+    ready() they hold the staged version. Work of the device on them must have ended when the block ends. Only on the thread that calls
+    ready()."""
+    import torch
+
+    library = native.library()
+    with ExitStack() as mapped:
+        bases: dict[Arena, int] = {}
+        found = {}
+        for name, tensor in tensors.items():
+            arena = locate(tensor.data_ptr(), 1)
+            assert isinstance(arena, Arena)
+            if arena not in bases:
+                handle = mapped.enter_context(arena.handle)
+                base = ctypes.c_void_p()
+                native.check(library.refit_arena_map_back(handle, ctypes.byref(base)))
+                mapped.callback(library.refit_arena_unmap_back, handle)
+                assert base.value is not None
+                bases[arena] = base.value
+            whole = devices.bytes_at(device, bases[arena], arena.nbytes, arena).torch((arena.nbytes,), "uint8")
+            offset = (whole.storage_offset() + tensor.data_ptr() - arena.pointer) // tensor.element_size()
+            found[name] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(whole.untyped_storage(), offset, tensor.shape, tensor.stride())
+        yield found
 
 
 def arena_of(made: native.Handle) -> Arena:

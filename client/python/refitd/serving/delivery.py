@@ -37,7 +37,8 @@ from ..errors import Error, FailedPrecondition
 from ..layout import Box, TensorSpec
 from ..layout.memory import DTYPES, Arena, digest, empty, locate, resolve, torch_dtype
 from ..layout.placement import KeptArenas, adopt_in_arenas, adopt_tensors, empty_in_arena
-from . import proof
+from . import ahead, proof
+from .ahead import Portion
 from .proof import Probe, Proof, Prover
 
 if TYPE_CHECKING:
@@ -254,11 +255,22 @@ class Delivery:
     places: Places | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
     # By a name that the engine's loader passes over, the name of the tensor whose memory it shares.
     tied_names: dict[str, str] = field(default_factory=dict)
+    ahead: list[Portion] = field(default_factory=list, repr=False)  # what is processed of a staged version while the engine serves
+    in_pause: dict[str, str] = field(default_factory=dict)  # with arenas, by module that is processed in the pause, why
 
     @property
     def loader_bytes(self) -> int:
         """The bytes of memory that only the delivery needs."""
-        return sum(int(tensor.nbytes) for tensor in self.loader_tensors.values()) + sum(entry.beside for entry in self.prepacked)
+        return (
+            sum(int(tensor.nbytes) for tensor in self.loader_tensors.values())
+            + sum(entry.beside for entry in self.prepacked)
+            + sum(portion.nbytes for portion in self.ahead)
+        )
+
+    def process_in_pause(self, portion: Portion, why: str) -> None:
+        """From now on the portion is processed in the pause."""
+        self.ahead.remove(portion)
+        self.in_pause.update(dict.fromkeys(portion.modules, why))
 
     @property
     def arena_bytes(self) -> int:
@@ -275,6 +287,8 @@ class Delivery:
             "padded": sorted(self.padded),
             "ignored": sorted(self.ignored),
             "prepacked": sorted(entry.name for entry in self.prepacked),
+            "ahead": sorted(name for portion in self.ahead for name in portion.modules),
+            "in_pause": dict(sorted(self.in_pause.items())),
             "loader_bytes": self.loader_bytes,
             "arena_bytes": self.arena_bytes,
             "proof": None if self.proof is None else self.proof.summary(),
@@ -546,6 +560,16 @@ def _delivery_of(
         derived=sorted(made_later),
         tied_names=_tied_names(model, captured.ignored, specs),
     )
+    if settings.in_arenas:
+        sources = {name: targets for name, targets in _sources(captured, module_of).items() if name in names}
+        made.ahead = ahead.portions(made.modules, loader_tensors, sources)
+        made.ahead += [Portion({entry.name: entry.module}, entry.filled, packs=True) for entry in packing]
+        if device.type == "cpu":
+            packs = {id(module) for module in made.tied if inside.only_prepacks(module)}
+            for name, module in model.named_modules():
+                if id(module) in packs:
+                    filled = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
+                    made.ahead.append(Portion({name: module}, filled, packs=True))
     made.boxes = _boxes(made, captured, direct, held, device, in_arenas)
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
@@ -662,12 +686,14 @@ DELIVERIES = "delivery by the engine's own loader"
 @dataclass
 class Steps:
     """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose loader tensors do not reach every parameter, before the
-    first version is committed. `process`: brings the loader tensors into the modules. `load`: loads tensors by the engine's own loader;
+    first version is committed. `process`: brings the loader tensors into the modules, of those that are `done` what was made ahead. `aside`:
+    processes a portion of the given tensors into the memory beside the model; None: the engine can't. `load`: loads tensors by the engine's own loader;
     returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it can't be."""
 
     inside: Any
     try_out: Callable[[Delivery], None]
     process: Callable[[Delivery], None]
+    aside: Callable[[Portion, Mapping[str, Any]], None] | None
     load: Callable[[Delivery, Iterable[tuple[str, Any]]], Sequence[str]]
     probe: Callable[[], Probe]
 
@@ -682,6 +708,8 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
             zero_padding(model, made)
             if made.loader_tensors:
                 steps.try_out(made)
+        if settings.in_arenas:
+            _try_ahead(made, settings, device, clean, steps)
         if settings.proof == "off":
             return made
         found = made.proof = _prove(model, made, manifest, device, clean, steps)
@@ -720,11 +748,45 @@ def decided(
 
 def prove_kept(model: Any, settings: Settings, made: Delivery, device: Any, steps: Steps) -> bool:
     """Makes the proof of a delivery as for an engine that serves its checkpoint: the weights stay. Returns False where something failed."""
+    for portion in list(made.ahead):
+        made.process_in_pause(portion, _SERVES)
     if settings.proof == "off":
         return True
     found = made.proof = _prove(model, made, made.tensors, device, True, steps)
     logger.info("refitd: forward proof in %.1f s: %d proved, unproved: %s, failed: %s", found.seconds, len(found.proved), found.unproved, found.failed)
     return not found.failed
+_SERVES = "it was not tried: the engine serves a version, which would be lost"
+
+
+def _try_ahead(made: Delivery, settings: Settings, device: Any, clean: bool, steps: Steps) -> None:
+    """Leaves in `made.ahead` what is right when it is processed while the engine serves; the rest is processed in the pause. With arenas all
+    ranks that compute together call it, also those without anything to process."""
+    why: dict[str, str] = {}
+    probe = None
+    if settings.proof == "off":
+        why[""] = "it was not tried: the proof is off"
+    elif steps.aside is None:
+        why[""] = "this engine processes in the pause only"
+    else:
+        if clean:
+            why[""] = _SERVES
+        elif made.loader_bytes > settings.loader_bytes:
+            why[""] = f"the memory beside the model would exceed loader_bytes, {settings.loader_bytes}"
+        try:
+            probe = steps.probe()
+        except Exception as error:  # the inside of another version of the engine may differ
+            why[""] = f"it can't be tried: {type(error).__name__}: {error}"
+    failed = set(why)
+    if probe is not None and steps.aside is not None:
+        failed = probe.agree(failed)
+        if not failed:
+            specs = {spec.name: spec for spec in made.tensors}
+            deliver = partial(_deliver, made, device, steps)
+            why = ahead.try_out(made.ahead, deliver, lambda name: proof.values(specs[name], 1, device), steps.aside, probe.run)
+            failed = probe.agree(set(why))
+    for portion in list(made.ahead):
+        if "" in failed or not failed.isdisjoint(portion.modules):
+            made.process_in_pause(portion, why.get(next(iter(portion.modules)), why.get("", "another module or rank needs it")))
 
 
 def _outside_arenas(model: Any, made: Delivery, device: Any) -> dict[str, str]:

@@ -49,6 +49,8 @@ logger = logging.getLogger("vllm.refitd")
 ATTACH_SECONDS = 2.0
 # How much later than to the driver Prepare may come to a worker.
 PREPARE_SECONDS = 30.0
+# How long an engine's steps get most of the time while modules are processed ahead.
+STEPS_SECONDS = 1.0
 # The pause between two tries to attach after an error: the first, and the longest.
 RETRY_SECONDS = (1.0, 30.0)
 
@@ -69,6 +71,13 @@ class Controls(Protocol):
         """Lets tokens carry the version, which the ranks hold without an update."""
 
     def unregister(self) -> None: ...
+
+    def busy(self) -> bool:
+        """Whether there are requests to compute."""
+
+    def process_ahead(self, version: int) -> int:
+        """Lets all ranks, while the engine serves, process one more portion of a version that was staged (refitd.serving.ahead). Returns how many
+        are left to be processed so."""
 
     def write(self, version: int, reset_caches: bool) -> None:
         """Drops the caches if asked for, then starts and makes a weight update on all ranks. Returns when the version is in place on
@@ -249,6 +258,8 @@ class Driver:
     def _actions_for(self, event: Event) -> list[Action]:
         if isinstance(event, Prepare):
             self._prepare = event
+            if event.flip and self.machine.state is State.SERVING:
+                self._process_ahead(event)
             return self.machine.prepare(event.version)
         if isinstance(event, Aborted):
             return self.machine.aborted(event.version, event.dirty, event.reason)
@@ -257,6 +268,23 @@ class Driver:
         if isinstance(event, Reattached):
             return self.machine.reattached(event.weights is Weights.CLEAN)
         return []
+
+    def _process_ahead(self, prepare: Prepare) -> None:
+        """Lets the ranks process what needs no pause, within half of the time until ready() is due. Where there are requests, the engine's steps get
+        four fifths of the first STEPS_SECONDS: other instances of the group may have paused already, and wait for this engine."""
+        begins = time.monotonic()
+        until, longest = begins + prepare.remaining_seconds / 2, 0.0
+        try:
+            while not self._closed.is_set() and time.monotonic() + longest < until:
+                began = time.monotonic()
+                if not self._controls.process_ahead(prepare.version):
+                    return
+                took = time.monotonic() - began
+                longest = max(longest, took)
+                if self._controls.busy():
+                    self._closed.wait(max(0.0, min(4 * took, begins + STEPS_SECONDS - time.monotonic())))
+        except Exception:
+            logger.exception("refitd: what is left is processed in the pause")
 
     def _do(self, actions: Iterable[Action]) -> None:
         queue = deque(actions)
@@ -353,14 +381,16 @@ class Driver:
         if held[0] is None or any(other != held[0] for other in held):
             return None
         version = int(held[0]["version"])
-        self._incarnation, self._owner = held[0]["incarnation"], held[0]["owner"]
+        self._incarnation, self._owner, self._content = held[0]["incarnation"], held[0]["owner"], held[0]["content"]
         self._controls.label(version)
         return version
 
     def _engine(self, dirty: bool, version: int | None) -> Engine:
         """Attaches this driver's rank. `version`: what it holds unless it is dirty."""
         settings = self.settings
-        held: dict[str, Any] = {} if dirty or version is None else {"held_version": version, "held_incarnation": self._incarnation}
+        held: dict[str, Any] = {}
+        if not dirty and version is not None:
+            held = {"held_version": version, "held_incarnation": self._incarnation, "held_content": self._content}
         return Engine(
             settings.group,
             instance=settings.instance,

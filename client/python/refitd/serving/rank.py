@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,10 +27,11 @@ from urllib.parse import quote
 from .._core.member import Connect
 from .._core.tensors import Places, Views, describe
 from ..engine import Aborted, Committed, Draining, Engine, Lost, Prepare, Reattached, Weights
-from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
+from ..errors import Closed, DataLoss, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
 from ..layout import devices
-from ..layout.placement import KeptArenas, adopt
+from ..layout.placement import KeptArenas, adopt, other_side
 from . import PROOFS, Settings, proof
+from .ahead import Portion
 from .delivery import Delivery, synchronise
 from .proof import Probe, Proof, Prover, token_ids, tokens_for
 
@@ -38,6 +39,8 @@ from .proof import Probe, Proof, Prover, token_ids, tokens_for
 # How long `take` waits for Prepare by default. A trainer that calls the engine itself calls before it begins the update; the driver calls
 # when Prepare has come, and gives a shorter time.
 PREPARE_SECONDS = 120.0
+# How long a rank that serves looks for the Prepare that its driver has got.
+_LOOK_AHEAD_SECONDS = 0.01
 # A rank waits for the outcome this much longer than the time that Prepare gave. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
 
@@ -127,7 +130,7 @@ class Rank:
     """Attaches, takes updates, detaches. Not thread-safe: engines call it on the thread that runs the model.
 
     `clean`: whether the weights are one whole version. `version`: refitd's version that the weights are; None: they are none. `staged`: whether
-    that version arrived while the engine served (Settings.arena).
+    that version arrived while the engine served (Settings.arena). `processed_ahead`: how many modules were post-processed for it meanwhile.
     """
 
     def __init__(
@@ -138,24 +141,30 @@ class Rank:
         clean: bool,
         decide: Callable[[Settings], Delivery],
         process: Callable[[Delivery], None],
+        aside: Callable[[Portion, Mapping[str, Any]], None] | None = None,
         logits: Callable[[], Any] | None = None,
         take_up: TakeUp | None = None,
     ) -> None:
-        """`decide`: makes the delivery, once. `process`: brings the loader tensors into the modules, after each version. `logits`: runs the
-        model on fixed tokens, for Settings.logits. `take_up`: None, on all ranks that compute together: nothing that was kept was looked for."""
+        """`decide`: makes the delivery, once. `process`: brings the loader tensors into the modules, after each version. `aside`: processes a
+        portion of the delivery into the memory beside the model. `logits`: runs the model on fixed tokens, for Settings.logits. `take_up`:
+        None, on all ranks that compute together: nothing that was kept was looked for."""
         self.clean = clean
         self.version: int | None = None
         self.staged = False
+        self.processed_ahead = 0
         self.delivery: Delivery | None = None
         self._device = device
         self._client = client
         self._decide = decide
         self._process = process
+        self._aside = aside
+        self._ahead_of: Prepare | None = None  # whose version the portions that are done hold
         self._logits = logits
         self._take_up = take_up  # until it was done
         self._member: Engine | None = None
         self._incarnation: int | None = None
         self._digest = 0
+        self._content: int | None = None
         self._settings: Settings | None = None
         self._owner: str | None = None
         self._logger = logging.getLogger(f"{client}.refitd")
@@ -173,12 +182,17 @@ class Rank:
         if self.delivery is None or self._changed():
             self.delivery = self._decide(settings)
         dirty = dirty or not self.clean
-        held = {} if dirty or self.version is None else {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest}
+        held: dict[str, Any] = {}
+        if not dirty and self.version is not None:
+            held = {"held_version": self.version, "held_incarnation": self._incarnation, "held_digest": self._digest, "held_content": self._content}
         if restores and (held or self.version is None):
-            self._join(settings, place, self.delivery, restore=True)
-            found = self._found()
-            if held and (found is None or found.version != self.version):
-                self.leave()  # nothing was kept while it was detached
+            try:
+                self._join(settings, place, self.delivery, restore=True)
+                found = self._found()
+                if held and (found is None or found.version != self.version):
+                    self.leave()  # nothing was kept while it was detached
+            except DataLoss:
+                pass  # what is claimed below is read again
         if self._member is None:
             self._join(settings, place, self.delivery, dirty=dirty, **held)
         self._log_attached("attaches", started)
@@ -187,7 +201,7 @@ class Rank:
         """What the driver must know to hold the same version (Engine's `held_...`); None: the weights are no version."""
         if not self.clean or self.version is None:
             return None
-        return {"version": self.version, "incarnation": self._incarnation, "owner": self._owner}
+        return {"version": self.version, "incarnation": self._incarnation, "owner": self._owner, "content": self._content}
 
     def take(self, version: int | None, wait_seconds: float) -> None:
         """Takes part in one update, to `version` or, if that is None, the next. Returns when the update is committed and processed.
@@ -201,6 +215,14 @@ class Rank:
         if version is not None and self.version == version and self.clean:
             return
         prepare = self._await_prepare(member, version, wait_seconds)
+        if self._ahead_of is not prepare:
+            self._forget_ahead()
+        try:
+            self._take(member, prepare)
+        finally:
+            self._forget_ahead()
+
+    def _take(self, member: Engine, prepare: Prepare) -> None:
         if self._changed():
             self._refuse_changed(member, prepare)
         synchronise(self._device)
@@ -212,6 +234,47 @@ class Rank:
             raise
         self._await_outcome(member, prepare)
 
+    def ahead(self, version: int) -> int:
+        """Processes one more portion of a version that was staged, while the engine serves; the thread as of `take`. Returns how many are left.
+
+        Raises nothing: an engine that asks several ranks gives up at the first that raises, and takes the others' answers for those of its
+        next call. What fails is processed in the pause from now on.
+        """
+        try:
+            return self._process_ahead(version)
+        except Exception:
+            self._logger.exception("refitd: the rest of version %d is processed in the pause", version)
+            return 0
+
+    def _process_ahead(self, version: int) -> int:
+        member, delivery = self._member, self.delivery
+        if member is None or delivery is None or not delivery.ahead or self._aside is None:
+            return 0
+        left = [portion for portion in delivery.ahead if not portion.done]
+        try:
+            prepare = self._await_prepare(member, version, _LOOK_AHEAD_SECONDS)
+        except DeadlineExceeded:
+            return len(left)
+        member._put_back(prepare)
+        if self._ahead_of is not prepare:
+            self._forget_ahead()
+            self._ahead_of, left = prepare, delivery.ahead
+        if not prepare.flip or not left:
+            return 0
+        portion = left[0]
+        try:
+            with other_side(portion.tensors, member.device) as tensors:
+                try:
+                    self._aside(portion, tensors)
+                finally:
+                    synchronise(self._device)
+            portion.done = True
+        except Exception as error:
+            self._logger.exception("refitd: %s are processed in the pause from now on", ", ".join(portion.modules))
+            portion.forget()
+            delivery.process_in_pause(portion, f"failed while the engine served: {type(error).__name__}: {error}")
+        return len(left) - 1
+
     def detach(self) -> None:
         """Detaches; the model keeps its weights."""
         if self._take_up is not None and self._take_up.kept.lease is not None:
@@ -220,6 +283,7 @@ class Rank:
 
     def leave(self) -> None:
         """Detaches; what was claimed while the model was loaded stays claimed."""
+        self._forget_ahead()
         member, self._member = self._member, None
         if member is not None:
             member.close()
@@ -231,11 +295,17 @@ class Rank:
             "version": self.version,
             "staged": self.staged,
             "held": self.held(),
+            "processed_ahead": self.processed_ahead,
             "delivery": None if self.delivery is None else self.delivery.summary(),
         }
 
     # ---- inside ----
 
+    def _forget_ahead(self) -> None:
+        """What was made of another version must not get into place (P11)."""
+        self._ahead_of = None
+        for portion in self.delivery.ahead if self.delivery is not None else ():
+            portion.forget()
     def _join(self, settings: Settings, place: tuple[str, str, int, int], delivery: Delivery, **options: Any) -> None:
         """Attaches a member and registers the delivery. Raises refitd.Error; the rank is detached then."""
         _, instance, rank, world_size = place
@@ -270,6 +340,8 @@ class Rank:
                 made = take_up.decide(settings)
                 self._join_kept(kept, settings, place, made)
                 found = self._found()
+        except DataLoss:
+            pass  # it is something else, and may be written
         except Error as error:
             failure = error
         outcomes = take_up.gather((found and (found.version, found.incarnation), failure and str(failure)))
@@ -298,14 +370,16 @@ class Rank:
                 _register(lease, delivery)
                 self._member = lease
                 return
-            except Error:
+            except Error as error:
                 lease.close()
+                if isinstance(error, DataLoss):
+                    raise
         self._join(settings, place, delivery, restore=True)
 
     def _hold(self, event: Committed) -> None:
         """The weights are the version."""
         self.version, self._incarnation, self._owner, self.clean = event.version, event.incarnation, event.owner, True
-        self._digest = event.digest
+        self._digest, self._content = event.digest, event.content
 
     def _log_attached(self, what: str, started: float) -> None:
         member, delivery = self._member, self.delivery
@@ -367,9 +441,10 @@ class Rank:
                 raise DeadlineExceeded(f"{member.label}: no outcome of version {prepare.version} in its time: the weights may be torn")
         if isinstance(event, Committed):
             assert self.delivery is not None
+            ahead = sum(len(portion.modules) for portion in self.delivery.ahead if portion.done)
             self._bring_in(self.delivery, event)
             self._hold(event)
-            self.staged = prepare.flip
+            self.staged, self.processed_ahead = prepare.flip, ahead
             return
         dirty = event.dirty if isinstance(event, Aborted) else event.weights.name != "CLEAN"
         self.clean = clean_before and not dirty

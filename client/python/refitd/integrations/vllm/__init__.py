@@ -48,6 +48,7 @@ def register() -> None:
     versions.register_load_format()
     versions.add_held()
     versions.let_wake_up_stay_paused()
+    versions.let_workers_process_ahead()
 
 
 def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
@@ -150,6 +151,12 @@ class OfflineControls:
         llm.start_weight_update(**versions.start_arguments(llm.start_weight_update))
         llm.update_weights({"update_info": LEAVE})
         llm.finish_weight_update()
+
+    def busy(self) -> bool:
+        return False  # `generate` does not run
+
+    def process_ahead(self, version: int) -> int:
+        return max(map(int, self._llm.collective_rpc(versions.PROCESS_AHEAD, args=(version,))))
 
     def write(self, version: int, reset_caches: bool) -> None:
         if reset_caches:
@@ -387,6 +394,12 @@ class ServerControls:
         await asyncio.gather(*self._finishing())
         await self._update(LEAVE)
         await engine.finish_weight_update()
+
+    def busy(self) -> bool:
+        return bool(self._engine.output_processor.has_unfinished_requests())
+
+    def process_ahead(self, version: int) -> int:
+        return max(map(int, self._wait(self._engine.collective_rpc(versions.PROCESS_AHEAD, args=(version,)))))
 
     def write(self, version: int, reset_caches: bool) -> None:
         self._wait(self._write(version, reset_caches))

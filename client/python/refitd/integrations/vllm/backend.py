@@ -27,12 +27,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ...errors import FailedPrecondition
 from ...layout import TensorSpec
+from ...serving.ahead import Portion, as_before, prepack
 from ...serving.delivery import (
     ATTRIBUTE, CONFIGURATION, KEPT, Delivery, Steps, decided, keep_memory, prove_kept, proved, synchronise, tensors_of, zero_padding,
 )  # fmt: skip
@@ -84,8 +86,9 @@ class RefitdBackend(WeightTransferEngine):
         kept = getattr(self.model, KEPT, None)
         take_up = None if kept is None else TakeUp(kept, self._decide_kept, self._prove_kept, versions.gather)
         self.rank = Rank(
-            self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, logits=self._logits, take_up=take_up
-        )
+            self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, aside=self._aside, logits=self._logits,
+            take_up=take_up,
+        )  # fmt: skip
 
     # ---- attaching ----
 
@@ -117,7 +120,9 @@ class RefitdBackend(WeightTransferEngine):
         return prove_kept(self.model, settings, delivery, self.device, self._steps(settings))
 
     def _steps(self, settings: Settings) -> Steps:
-        return Steps(versions, self._process, self._process, self._load, lambda: self._probe(settings.proof == "require"))
+        # Ray runs the model on another thread than calls.
+        aside = None if getattr(self.parallel_config, "distributed_executor_backend", None) == "ray" else self._aside
+        return Steps(versions, self._process, self._process, aside, self._load, lambda: self._probe(settings.proof == "require"))
 
     def _manifest(self, settings: Settings) -> list[TensorSpec]:
         """The checkpoint's tensors. Raises FailedPrecondition where the engine can't follow a group."""
@@ -158,11 +163,31 @@ class RefitdBackend(WeightTransferEngine):
         only if `required`."""
         return probe_of(self.model, self._vllm_config, self.device, thorough=required or self.device.type == "cpu")
 
+    def _aside(self, portion: Portion, tensors: Mapping[str, Any]) -> None:
+        """Processes the portion of these tensors into the memory beside the model."""
+        if portion.packs:
+            if not any(map(versions.is_unused, portion.modules.values())):
+                prepack(portion, tensors)
+            return
+        with versions.current_config(self._vllm_config), as_before(portion.modules.values()):
+            versions.reload(self.model, self._vllm_config.model_config, self.device, tensors.items(), portion.modules, into=portion.made)
+
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into the modules. Attention comes last: it reads other modules."""
-        with self._derived(delivery), versions.prepacked((entry.module, entry.filled) for entry in delivery.prepacked):
-            if delivery.loader_tensors:
-                versions.reload(self.model, self._vllm_config.model_config, self.device, delivery.loader_tensors.items(), delivery.modules)
+        done = [portion for portion in delivery.ahead if portion.done]
+        ahead = {name: portion for portion in done for name in portion.modules}
+        packed = {id(module): portion.packed for portion in done for module in portion.modules.values()}
+        taken = {name for portion in done if not portion.packs for name in portion.tensors}
+        tensors = {name: tensor for name, tensor in delivery.loader_tensors.items() if name not in taken}
+        modules = {name: module for name, module in delivery.modules.items() if name not in ahead}
+        filled = ((entry.module, entry.filled, packed.get(id(entry.module))) for entry in delivery.prepacked)
+        with self._derived(delivery, packed), versions.prepacked(filled):
+            for portion in done:
+                if not portion.packs:
+                    portion.put_in_place()
+                portion.forget()
+            if tensors:
+                versions.reload(self.model, self._vllm_config.model_config, self.device, tensors.items(), modules)
             else:
                 self._process_attention(delivery)
 
@@ -179,15 +204,19 @@ class RefitdBackend(WeightTransferEngine):
             return versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
 
     @contextmanager
-    def _derived(self, delivery: Delivery) -> Iterator[None]:
-        """Around a block that processes modules: what attention and tied modules derive is put into its old memory."""
+    def _derived(self, delivery: Delivery, packed: Mapping[int, Any] = MappingProxyType({})) -> Iterator[None]:
+        """Around a block that processes modules: what attention and tied modules derive is put into its old memory. `packed`: by id of a
+        module, Portion.packed."""
         with versions.current_config(self._vllm_config):
             memories = [(layer, tensors_of(layer)) for layer in delivery.attention]
             yield
             for layer, before in memories:
                 keep_memory(layer, before)
             for layer in delivery.tied:
-                layer.quant_method.process_weights_after_loading(layer)
+                if packed.get(id(layer)) is None:
+                    layer.quant_method.process_weights_after_loading(layer)
+                else:
+                    vars(layer).update(packed[id(layer)][0])
 
     def _process_attention(self, delivery: Delivery) -> None:
         """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without a reload, this does."""

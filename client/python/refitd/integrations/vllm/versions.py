@@ -20,7 +20,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from ctypes import c_uint64
 from functools import lru_cache
 from typing import Any
@@ -97,6 +97,20 @@ def register_load_format() -> None:
         model_loader.register_model_loader("refitd")(loader_class())
 
 
+def let_workers_process_ahead() -> None:
+    """Adds the method PROCESS_AHEAD to vLLM's workers, for `collective_rpc`, which carries it out between two steps."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def process_ahead(worker: Any, version: int) -> int:
+        backend = backend_here()
+        return 0 if backend is None else int(backend.rank.ahead(version))
+
+    setattr(WorkerBase, PROCESS_AHEAD, process_ahead)
+
+
+PROCESS_AHEAD = "refitd_process_ahead"
+
+
 def init_arguments(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
     """(parallel config, vLLM's config or None) of a backend's constructor: until 0.24 it got (parallel_config, model), since 0.25
     (vllm_config, device, model)."""
@@ -157,25 +171,79 @@ def is_tied(model: Any, module: Any, name: str) -> bool:
     ) > 1
 
 
-def reload(model: Any, model_config: Any, device: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, Any], must: bool = True) -> list[str]:
+@contextmanager
+def _aside(wanted: Mapping[str, Any], into: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[Callable[[], None]]:
+    """Around a reload whose results get into `into`. What it yields is called once the layers have the loader's format. Afterwards vLLM's record of
+    the layers is as between two reloads, also where an exception left it half done: the next reload would go on with it."""
+    import torch
+
+    copies: list[tuple[Any, Any]] = []
+
+    def begin() -> None:
+        for name, results in into.items():
+            layer = wanted[name]
+            layer_info(layer).kernel_tensors = results
+            # vLLM leaves some tensors as they are, biases among them, and loads them in place.
+            for held, result in zip((layer._parameters, layer._buffers), results):
+                for key, tensor in held.items():
+                    if tensor is not None and not tensor.is_meta and key in result:
+                        copy = torch.Tensor._make_subclass(type(tensor), tensor.detach().clone(), tensor.requires_grad)
+                        copy.__dict__.update(tensor.__dict__)
+                        held[key] = copy
+                        copies.append((result[key], copy))
+
+    try:
+        yield begin
+        with torch.no_grad():
+            for result, copy in copies:
+                result.copy_(copy)
+    finally:
+        for layer in wanted.values():
+            layer_info(layer).reset()
+
+
+class _Layers:
+    """Stands for a model of which a reload sees only these layers."""
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._layers = list(layers)
+
+    def modules(self) -> list[Any]:
+        return self._layers
+
+
+def reload(
+    model: Any,
+    model_config: Any,
+    device: Any,
+    tensors: Iterable[tuple[str, Any]],
+    wanted: Mapping[str, Any],
+    must: bool = True,
+    into: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] | None = None,
+) -> list[str]:
     """Loads `tensors`, in the checkpoint's format, as vLLM's own weight updates do: each layer is filled in the loader's format,
     post-processed, and copied into its old storage. Layers that get no tensor keep theirs.
 
     `wanted`: by name, the layers that must be post-processed. Returns the layers that were not: their loader writes past what vLLM
-    counts, so that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one of them.
+    counts, so that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one of them. `into`: by name
+    of a wanted layer, parameters and buffers that get the result in place of its own, which the caller then gives back to it; `tensors` go
+    to wanted layers only.
     """
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     if device.type == "cpu":
         kernels = _let_experts_prepack(wanted.values())
-    with torch.device(device):
-        initialize_layerwise_reload(model)
+    layers = model if into is None else _Layers(wanted.values())
+    with torch.device(device), nullcontext() if into is None else _aside(wanted, into) as begin:
+        initialize_layerwise_reload(layers)
+        if begin is not None:
+            begin()
         try:
             model.load_weights(iter(tensors))
             missed = [name for name, layer in wanted.items() if layer_info(layer).can_load() and layer_info(layer).load_numel <= 0]
         finally:
-            finalize_layerwise_reload(model, model_config)
+            finalize_layerwise_reload(layers, model_config)
     if device.type == "cpu":
         for method, kernel in kernels:
             if method.moe_kernel is None:
@@ -207,28 +275,39 @@ def only_prepacks(layer: Any) -> bool:
 
 
 @contextmanager
-def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+def prepacked(layers: Iterable[tuple[Any, Mapping[str, Any], tuple[dict[str, Any], dict[str, Any]] | None]]) -> Iterator[None]:
     """Post-processes layers that only prepack, as after they were loaded: their kernels then read a new copy of the given parameters,
     which have the loader's format. Within the block the layers have what post-processing left of these parameters, for attention layers
-    that read them; afterwards, also after an exception, the parameters that they had before.
+    that read them; afterwards, also after an exception, the parameters that they had before. The third of a layer: what refitd.serving.ahead
+    has packed of these parameters already; None: nothing.
 
     The packed copy of an embedding is read only where the embedding is the output layer as well. So embeddings are prepacked when their
     copy is first read.
     """
     before = []
     try:
-        for layer, filled in layers:
+        for layer, filled, packed in layers:
             own = dict(layer._parameters)
-            if type(layer).__name__ == "VocabParallelEmbedding" and all(own[name] is filled[name] for name in filled):
+            if packed is None and type(layer).__name__ == "VocabParallelEmbedding" and all(own[name] is filled[name] for name in filled):
                 layer.cpu_linear = functools.partial(_prepack_at_first_use, layer)
                 continue
             before.append((layer, own))
             layer._parameters.update(filled)
-            layer.quant_method.process_weights_after_loading(layer)
+            if packed is None:
+                layer.quant_method.process_weights_after_loading(layer)
+            else:
+                replaced, left = packed
+                vars(layer).update(replaced)
+                layer._parameters.update(left)
         yield
     finally:
         for layer, own in before:
             layer._parameters.update(own)
+
+
+def is_unused(layer: Any) -> bool:
+    """Whether the packed copy of an embedding has not been read since the last version."""
+    return getattr(getattr(layer, "cpu_linear", None), "func", None) is _prepack_at_first_use
 
 
 def _prepack_at_first_use(layer: Any, *arguments: Any) -> Any:
