@@ -420,11 +420,12 @@ def test_memory_growing_per_update(folder: Path, daemon: Any, tmp_path: Path) ->
     assert used[-1]["gpu_bytes"] == used[1]["gpu_bytes"], used
 
 
-def test_failed_update_then_serving(folder: Path, daemon: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_failed_update_then_serving(tp: int, folder: Path, daemon: Any, tmp_path: Path) -> None:
     """A trainer that dies with its update leaves an engine that serves the version before, or none; never a mixture."""
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
     trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
-    with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16") as engine:
+    with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), dtype="bfloat16", tp=tp) as engine:
         engine.started()
         update(engine, trainer, 1, checkpoints[0])
         before = Tokens(engine.call("generate")), engine.call("parameters")

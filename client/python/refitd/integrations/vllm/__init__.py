@@ -48,6 +48,7 @@ def register() -> None:
     versions.register_load_format()
     versions.add_held()
     versions.let_wake_up_stay_paused()
+    versions.let_failures_be_read_whole()
     versions.let_workers_process_ahead()
 
 

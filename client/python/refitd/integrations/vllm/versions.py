@@ -88,6 +88,46 @@ def add_held() -> None:
     setattr(WorkerBase, HELD, lambda worker: worker.weight_transfer_engine.rank.held())
 
 
+def let_failures_be_read_whole() -> None:
+    """Makes vLLM's executor, in the process that runs the engine core, read the answers of all ranks where one has failed. By itself it stops at the
+    first failure, and takes the other ranks' answers for those of its next call: a rank that fails then goes unnoticed (P1)."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    original = MultiprocExecutor.collective_rpc
+    if hasattr(original, "__wrapped__"):  # vLLM may load plugins more than once
+        return
+
+    @functools.wraps(original)
+    def collective_rpc(executor: Any, *arguments: Any, **options: Any) -> Any:
+        queues = executor.response_mqs
+        executor.response_mqs = _Answers(queues)  # which the call keeps, also where its answers are read later
+        try:
+            return original(executor, *arguments, **options)
+        finally:
+            executor.response_mqs = queues
+
+    MultiprocExecutor.collective_rpc = collective_rpc
+
+
+class _Answers(list[Any]):
+    """The queues of the ranks' answers. Whoever goes through them and meets a failure has read all."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (_Answer(self[number], self[number + 1 :]) for number in range(len(self)))
+
+
+class _Answer:
+    def __init__(self, queue: Any, later: list[Any]) -> None:
+        self._queue, self._later = queue, later
+
+    def dequeue(self, **options: Any) -> tuple[Any, Any]:
+        status, result = self._queue.dequeue(**options)
+        if status.name != "SUCCESS":
+            for queue in self._later:
+                queue.dequeue(**options)
+        return status, result
+
+
 def register_load_format() -> None:
     """Adds the load format `refitd` to vLLM in this process."""
     from vllm.model_executor import model_loader
