@@ -63,7 +63,7 @@ class CommandsTest(unittest.TestCase):
             self.assertIn(shape(line), lines, printed)
 
     def test_a_checkpoint_goes_to_an_engine_on_one_node_as_the_page_says(self):
-        commands, pushed, engine = fences("refitctl.md", "On one node")
+        commands, pushed, engine, _ = fences("refitctl.md", "On one node")
         self.assert_prints(self.run_block(commands, "wait %2"), pushed + engine)
 
     def test_a_checkpoint_goes_to_an_engine_on_two_nodes_as_the_page_says(self):
