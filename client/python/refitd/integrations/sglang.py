@@ -32,7 +32,7 @@ from ..serving.delivery import (
     ATTRIBUTE, KEPT, Delivery, Snapshot, Steps, decided, keep_memory, note_changes, prove_kept, proved, synchronise, tensors_of,
 )  # fmt: skip
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
-from ..serving.proof import Probe, token_ids, tokens_for, union_over
+from ..serving.proof import Probe, gathered, token_ids, tokens_for, union_over
 from ..serving.rank import EngineLoop, Kept, Rank, TakeUp, find_kept
 from ..serving import Settings, read_manifest
 
@@ -751,13 +751,9 @@ def _kept(value: Any) -> Any:
 
 def gather(value: Any) -> list[Any]:
     """The values of all ranks; each must call this alike."""
-    import torch.distributed
     from sglang.srt.runtime_context import get_parallel
 
-    group = get_parallel().tp_group
-    values: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
-    return values
+    return gathered(get_parallel().tp_group, value)
 
 
 # The attribute of a model that has its Backend.

@@ -200,8 +200,6 @@ def other_side(tensors: Mapping[str, torch.Tensor], device: str | None) -> Itera
     """Within the block, by the same names, tensors over the other sides of the arenas in which `tensors` lie, to be read: between Prepare with `flip` and
     ready() they hold the staged version. Work of the device on them must have ended when the block ends. Only on the thread that calls
     ready()."""
-    import torch
-
     library = native.library()
     with ExitStack() as mapped:
         bases: dict[Arena, int] = {}
@@ -216,9 +214,10 @@ def other_side(tensors: Mapping[str, torch.Tensor], device: str | None) -> Itera
                 mapped.callback(library.refit_arena_unmap_back, handle)
                 assert base.value is not None
                 bases[arena] = base.value
-            whole = devices.bytes_at(device, bases[arena], arena.nbytes, arena).torch((arena.nbytes,), "uint8")
-            offset = (whole.storage_offset() + tensor.data_ptr() - arena.pointer) // tensor.element_size()
-            found[name] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(whole.untyped_storage(), offset, tensor.shape, tensor.stride())
+            storage = tensor.untyped_storage()
+            room = devices.bytes_at(device, bases[arena], arena.nbytes, arena)
+            whole = room.part(storage.data_ptr() - arena.pointer, storage.nbytes()).torch((storage.nbytes(),), "uint8")
+            found[name] = _in(whole, tensor)
         yield found
 
 
@@ -312,6 +311,15 @@ def _in(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=whole.device).set_(whole.untyped_storage(), offset, tensor.shape, tensor.stride())
 
 
+def like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same class, with the same attributes, over other data."""
+    import torch
+
+    made = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
 def place_in_arenas(module: torch.nn.Module, kept: Sequence[Arena], device: str | None, buffers: bool) -> None:
     """Gives the module's parameters and persistent buffers memory in arenas, where adopt(arena=True) would put them; what memory they have is
     let go, with its values. They become other Parameter objects, as by torch's `to_empty`, and keep attributes and ties.
@@ -341,9 +349,7 @@ def place_in_arenas(module: torch.nn.Module, kept: Sequence[Arena], device: str 
         for batch, arena in zip(batches, arenas):
             for tensors, whole in _places(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena)):
                 for tensor in tensors:
-                    made = torch.Tensor._make_subclass(type(tensor), _in(whole, tensor), tensor.requires_grad)
-                    made.__dict__.update(tensor.__dict__)
-                    placed[id(tensor)] = made
+                    placed[id(tensor)] = like(tensor, _in(whole, tensor))
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers):
             held.update({name: placed[id(tensor)] for name, tensor in held.items() if tensor is not None and id(tensor) in placed})

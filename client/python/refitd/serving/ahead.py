@@ -6,8 +6,8 @@ are copied to where kernels and captured graphs read them; modules that only pre
 nothing behind.
 
 A module's attributes are put back after its portion: the engine serves with what it has. Where post-processing changes more than the module's
-tensors, that would not be right. So `try_out` compares, with made-up versions, what the model computes: it must not change while portions are
-processed, and be the same afterwards as with processing in the pause. What fails is processed in the pause, by name (`Delivery.in_pause`).
+tensors, that would not be right. So `try_out` compares, with made-up versions, what the modules hold and what the model computes: both must not
+change while portions are processed, and be the same afterwards as with processing in the pause. What fails is processed in the pause, by name (`Delivery.in_pause`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Portion:
             self.made[name] = ({key: torch.nn.Parameter(t, requires_grad=False) for key, t in parameters.items()}, buffers)
 
     def put_in_place(self) -> None:
-        """Copies what was made to where the modules' kernels read it."""
+        """Copies what was made to where the modules' kernels read it; nothing where the module only prepacks."""
         import torch
 
         with torch.no_grad():

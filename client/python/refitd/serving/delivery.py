@@ -137,7 +137,7 @@ def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: 
         kept.release()  # it is of another model
     after = note(placed)  # views of the memory that the parameters had are copies now
     object.__setattr__(model, KEPT, kept)
-    # What is placed in kept memory can't be written until it is registered.
+    # A parameter in kept memory can't be written before that memory is registered.
     digests = {entry.name: after[id(entry.module)].tensors[entry.name.rpartition(".")[2]][4] for entry in moved if id(entry.tensor) not in placed}
     object.__setattr__(model, MOVED, digests)
 

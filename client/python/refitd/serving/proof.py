@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 from ..errors import DataLoss, FailedPrecondition, Internal
@@ -95,15 +95,23 @@ class Probe:
     not_run: Mapping[str, str] = field(default_factory=dict)
 
 
+Value = TypeVar("Value")
+
+
 def union_over(group: Any, names: set[str]) -> set[str]:
     """The union of the names of all ranks of `group`, an engine's GroupCoordinator. Every rank calls it."""
+    return set().union(*gathered(group, names))
+
+
+def gathered(group: Any, value: Value) -> list[Value]:
+    """The values of all ranks of `group`, an engine's GroupCoordinator, by rank. Every rank calls it."""
     import torch.distributed
 
     if group.world_size == 1:
-        return names
+        return [value]
     found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, names, group=group.cpu_group)
-    return set().union(*found)
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return found
 
 
 def token_ids(vocabulary: int, count: int, device: Any) -> Any:

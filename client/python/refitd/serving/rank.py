@@ -306,6 +306,7 @@ class Rank:
         self._ahead_of = None
         for portion in self.delivery.ahead if self.delivery is not None else ():
             portion.forget()
+
     def _join(self, settings: Settings, place: tuple[str, str, int, int], delivery: Delivery, **options: Any) -> None:
         """Attaches a member and registers the delivery. Raises refitd.Error; the rank is detached then."""
         _, instance, rank, world_size = place

@@ -42,14 +42,13 @@ from .versions import LEAVE, by_external_launcher, check_backend, device_of, sta
 
 
 def register() -> None:
-    """Adds the backend and the load format `refitd` to vLLM in this process, and a method to its workers, and lets its engine core wake up
+    """Adds the backend and the load format `refitd` to vLLM in this process, and methods to its workers, and lets its engine core wake up
     paused; a repeated call changes nothing."""
     versions.register_backend("refitd", f"{__name__}.backend", "RefitdBackend")
     versions.register_load_format()
-    versions.add_held()
+    versions.add_worker_methods()
     versions.let_wake_up_stay_paused()
     versions.let_failures_be_read_whole()
-    versions.let_workers_process_ahead()
 
 
 def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
@@ -74,14 +73,9 @@ class Launched(Alone):
 
         world = get_world_group()
         self.index, self.count = int(world.rank_in_group), int(world.world_size)
-        self._group = world.cpu_group
 
     def all(self, value: Value) -> list[Value]:
-        import torch.distributed
-
-        values: list[Any] = [None] * self.count
-        torch.distributed.all_gather_object(values, value, group=self._group)
-        return values
+        return versions.gather(value)
 
     def compare(self, serves: bool, version: int | None) -> None:
         self.apart = any(theirs != (True, version) for theirs in self.all((serves, version)))

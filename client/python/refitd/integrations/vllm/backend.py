@@ -170,7 +170,10 @@ class RefitdBackend(WeightTransferEngine):
                 prepack(portion, tensors)
             return
         with versions.current_config(self._vllm_config), as_before(portion.modules.values()):
-            versions.reload(self.model, self._vllm_config.model_config, self.device, tensors.items(), portion.modules, into=portion.made)
+            try:
+                versions.reload(self.model, self._vllm_config.model_config, self.device, tensors.items(), portion.modules, into=portion.made)
+            finally:
+                versions.end_reload(portion.modules.values())
 
     def _process(self, delivery: Delivery) -> None:
         """Brings what the daemon wrote beside the modules into the modules. Attention comes last: it reads other modules."""
@@ -183,8 +186,7 @@ class RefitdBackend(WeightTransferEngine):
         filled = ((entry.module, entry.filled, packed.get(id(entry.module))) for entry in delivery.prepacked)
         with self._derived(delivery, packed), versions.prepacked(filled):
             for portion in done:
-                if not portion.packs:
-                    portion.put_in_place()
+                portion.put_in_place()
                 portion.forget()
             if tensors:
                 versions.reload(self.model, self._vllm_config.model_config, self.device, tensors.items(), modules)

@@ -20,15 +20,17 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from ctypes import c_uint64
 from functools import lru_cache
 from typing import Any
 
 from ...errors import FailedPrecondition
 from ...layout import devices
+from ...layout.placement import like
 from ...serving import Settings
 from ...serving.delivery import CONFIGURATION, Snapshot, note_changes
+from ...serving.proof import gathered
 from ...serving.rank import Kept, find_kept
 
 
@@ -77,15 +79,17 @@ def check_awake(awake: Any) -> None:
         raise FailedPrecondition("vLLM's engine core did not wake up: the plugin refitd is not loaded in its process (VLLM_PLUGINS)")
 
 
-# The method of vLLM's workers that tells what the rank holds.
-HELD = "refitd_held"
+# Methods of vLLM's workers, for `collective_rpc`: what the rank holds (rank.Rank.held), and to process a portion (rank.Rank.ahead).
+HELD, PROCESS_AHEAD = "refitd_held", "refitd_process_ahead"
 
 
-def add_held() -> None:
-    """Adds the method HELD to vLLM's workers in this process: vLLM passes nothing on that a backend returns."""
+def add_worker_methods() -> None:
+    """Adds HELD and PROCESS_AHEAD to vLLM's workers in this process: vLLM passes nothing on that a backend returns. It carries them out between two
+    steps."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, HELD, lambda worker: worker.weight_transfer_engine.rank.held())
+    setattr(WorkerBase, PROCESS_AHEAD, lambda worker, version: worker.weight_transfer_engine.rank.ahead(version))
 
 
 def let_failures_be_read_whole() -> None:
@@ -110,7 +114,7 @@ def let_failures_be_read_whole() -> None:
 
 
 class _Answers(list[Any]):
-    """The queues of the ranks' answers. Whoever goes through them and meets a failure has read all."""
+    """The queues of the ranks' answers. A loop over them that meets a failure has read the answers of all ranks."""
 
     def __iter__(self) -> Iterator[Any]:
         return (_Answer(self[number], self[number + 1 :]) for number in range(len(self)))
@@ -135,20 +139,6 @@ def register_load_format() -> None:
     if "refitd" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
 
         model_loader.register_model_loader("refitd")(loader_class())
-
-
-def let_workers_process_ahead() -> None:
-    """Adds the method PROCESS_AHEAD to vLLM's workers, for `collective_rpc`, which carries it out between two steps."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    def process_ahead(worker: Any, version: int) -> int:
-        backend = backend_here()
-        return 0 if backend is None else int(backend.rank.ahead(version))
-
-    setattr(WorkerBase, PROCESS_AHEAD, process_ahead)
-
-
-PROCESS_AHEAD = "refitd_process_ahead"
 
 
 def init_arguments(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -211,35 +201,26 @@ def is_tied(model: Any, module: Any, name: str) -> bool:
     ) > 1
 
 
-@contextmanager
-def _aside(wanted: Mapping[str, Any], into: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> Iterator[Callable[[], None]]:
-    """Around a reload whose results get into `into`. What it yields is called once the layers have the loader's format. Afterwards vLLM's record of
-    the layers is as between two reloads, also where an exception left it half done: the next reload would go on with it."""
-    import torch
+def _redirect(wanted: Mapping[str, Any], into: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[Any, Any]]:
+    """Lets a reload that has begun put results into `into`. vLLM leaves some tensors as they are, biases among them, and loads them in place: the
+    layers get copies of these. Returns these copies, each after the tensor in `into` that gets its bytes when the reload has ended."""
+    copies = []
+    for name, results in into.items():
+        layer = wanted[name]
+        layer_info(layer).kernel_tensors = results
+        for held, result in zip((layer._parameters, layer._buffers), results):
+            for key, tensor in held.items():
+                if tensor is not None and not tensor.is_meta and key in result:
+                    held[key] = like(tensor, tensor.detach().clone())
+                    copies.append((result[key], held[key]))
+    return copies
 
-    copies: list[tuple[Any, Any]] = []
 
-    def begin() -> None:
-        for name, results in into.items():
-            layer = wanted[name]
-            layer_info(layer).kernel_tensors = results
-            # vLLM leaves some tensors as they are, biases among them, and loads them in place.
-            for held, result in zip((layer._parameters, layer._buffers), results):
-                for key, tensor in held.items():
-                    if tensor is not None and not tensor.is_meta and key in result:
-                        copy = torch.Tensor._make_subclass(type(tensor), tensor.detach().clone(), tensor.requires_grad)
-                        copy.__dict__.update(tensor.__dict__)
-                        held[key] = copy
-                        copies.append((result[key], copy))
-
-    try:
-        yield begin
-        with torch.no_grad():
-            for result, copy in copies:
-                result.copy_(copy)
-    finally:
-        for layer in wanted.values():
-            layer_info(layer).reset()
+def end_reload(layers: Iterable[Any]) -> None:
+    """Makes vLLM's record of the layers as it is between two reloads, also where an exception left it half done: the next reload would go on
+    with it."""
+    for layer in layers:
+        layer_info(layer).reset()
 
 
 class _Layers:
@@ -266,8 +247,8 @@ def reload(
 
     `wanted`: by name, the layers that must be post-processed. Returns the layers that were not: their loader writes past what vLLM
     counts, so that vLLM drops what was loaded. With `must`, raises FailedPrecondition instead, which names one of them. `into`: by name
-    of a wanted layer, parameters and buffers that get the result in place of its own, which the caller then gives back to it; `tensors` go
-    to wanted layers only.
+    of a wanted layer, parameters and buffers that get the result in place of its own, which the caller then gives back to it, and calls
+    end_reload(); `tensors` go to wanted layers only.
     """
     import torch
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -275,15 +256,17 @@ def reload(
     if device.type == "cpu":
         kernels = _let_experts_prepack(wanted.values())
     layers = model if into is None else _Layers(wanted.values())
-    with torch.device(device), nullcontext() if into is None else _aside(wanted, into) as begin:
+    with torch.device(device):
         initialize_layerwise_reload(layers)
-        if begin is not None:
-            begin()
+        copies = _redirect(wanted, into or {})
         try:
             model.load_weights(iter(tensors))
             missed = [name for name, layer in wanted.items() if layer_info(layer).can_load() and layer_info(layer).load_numel <= 0]
         finally:
             finalize_layerwise_reload(layers, model_config)
+    with torch.no_grad():
+        for result, copy in copies:
+            result.copy_(copy)
     if device.type == "cpu":
         for method, kernel in kernels:
             if method.moe_kernel is None:
@@ -523,14 +506,7 @@ def gather(value: Any) -> list[Any]:
     """The values of all ranks of this process's model; each must call this alike."""
     from vllm.distributed.parallel_state import get_world_group
 
-    world = get_world_group()
-    if world.world_size == 1:
-        return [value]
-    import torch.distributed
-
-    values: list[Any] = [None] * world.world_size
-    torch.distributed.all_gather_object(values, value, group=world.cpu_group)
-    return values
+    return gathered(get_world_group(), value)
 
 
 def by_external_launcher(parallel: Any) -> bool:
