@@ -142,7 +142,7 @@ class UpdateParticipants {
   // `reason` and `failure`: why the update was given up.
   std::vector<InstanceOutcome> Outcomes(bool committed, const std::string& reason,
                                         const Failure& failure) const;
-  // What is known of each instance while the update runs.
+  // Describes each instance while the update runs.
   std::vector<InstanceOutcome> OutcomesSoFar() const;
   void AddDirty(Failure* failure) const;
 

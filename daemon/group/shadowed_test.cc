@@ -73,7 +73,7 @@ TEST_CASE("a rank that has to copy its regions to the backs has no layout until 
   CHECK(g.Instance("a").version == std::nullopt);
   g.Install(g.trainer, 3, kModel);
   CHECK(g.Instance("a").version == Version(3));
-  // What its backs hold was not committed there.
+  // Its backs hold a version that was not committed to it.
   const CallId call = g.Rollback();
   g.ReadyAll();
   CHECK(g.Get<CommitReply>(call).instances.size() == 1);
@@ -265,7 +265,8 @@ TEST_CASE("a live rank that can't flip makes all flip back") {
   CHECK(g.Instance("b").version == Version(1));
 }
 
-// What the running update, or the last one, shows of its instances: "a" and "b", and others.
+// Status shows this of the instances of the running update or the last one: "a" and "b", and
+// others.
 std::vector<InstanceOutcome> Shown(const TestGroup& g) {
   return g.group.ViewLatest(g.now)->instances;
 }

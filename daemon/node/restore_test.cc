@@ -343,7 +343,7 @@ TEST_CASE("a rank that has to copy its regions to the backs has no layout meanwh
     CHECK(begin.status().ok());
     return;
   }
-  // What the rank reads holds its version still.
+  // The rank's front still holds the version.
   first.Kill();
   REQUIRE(Eventually([&] { return world.kept() == 1; }));
   const Child second;
@@ -378,7 +378,7 @@ TEST_CASE("the arenas of a rank were lost with its daemon's link to the coordina
   REQUIRE(registered.status().ok());
   {
     StateLock lock(&b.state().mutex);
-    // As after a commit that was read back.
+    // The rank holds this after a commit that was read back.
     b.state().members.Find(engine.id)->holds = {Version(1), 7, "", 42};
     lock.Handle("g", LinkLost{absl::UnavailableError("cut")});
   }

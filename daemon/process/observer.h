@@ -55,7 +55,7 @@ struct UpdateReport {
 // or its source instances changed; it failed.
 enum class CatchUpEnd { kCommitted, kGaveWay, kFailed };
 
-// What became of an instance's flip in an update, a rollback or a catch-up.
+// An instance's flip in an update, a rollback or a catch-up ended so.
 enum class FlipEnd { kNone, kCommitted, kBack };
 
 // The moves of a transport (docs/architecture.md).

@@ -228,8 +228,8 @@ bool Stages(const v1::UpdateStatus& update) {
                      [](const auto& i) { return i.shadowed() && TakesPart(i); });
 }
 
-// What the update does now: its state, which is called staging while only arenas and what is
-// paused anyway are written.
+// Returns the update's state, or "staging" while it writes only to arenas and to instances that are
+// paused anyway.
 std::string StateWord(const v1::UpdateStatus& update) {
   return Stages(update) && update.state() != "verifying" ? "staging" : update.state();
 }

@@ -60,8 +60,6 @@ absl::Status NoDelivery(v1::Delivery given) {
   return InvalidField("delivery", "delivery: {} is neither {}", static_cast<int>(given), known);
 }
 
-// Checks an engine's hello field by field. A manifest with too many tensors is refused later, by
-// the group (EngineIdentity::refused).
 absl::Status CheckHeldContent(const v1::EngineHello& hello) {
   if (!hello.has_held_content()) return absl::OkStatus();
   if (hello.held_content() >= 0 && hello.held_content() < hello.held_version()) {
@@ -71,6 +69,8 @@ absl::Status CheckHeldContent(const v1::EngineHello& hello) {
                       hello.held_content(), hello.held_version() - 1);
 }
 
+// Checks an engine's hello field by field. A manifest with too many tensors is refused later, by
+// the group (EngineIdentity::refused).
 absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Peer& peer) {
   REFITD_RETURN_IF_ERROR(CheckHello(hello));
   REFITD_RETURN_IF_ERROR(CheckName(hello.instance(), "instance"));
