@@ -299,6 +299,41 @@ TEST_CASE("at most the daemon's limit of pushes are unanswered at a time") {
   CHECK(*seqs.rbegin() == kBuckets - 1);
 }
 
+TEST_CASE("buckets of many tensors wait until those before them are answered") {
+  Mutex mutex;
+  CondVar cond;
+  int open = 0;
+  int most = 0;
+  ScriptedTrainerService service;
+  // Each call stays open until there is another, or for a moment.
+  service.OnPush([&](const v1::Bucket&) {
+    const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
+    MutexLock lock(&mutex);
+    most = std::max(most, ++open);
+    cond.NotifyAll();
+    while (most < 2 && cond.WaitUntil(&mutex, deadline)) {
+    }
+    --open;
+    return grpc::Status::OK;
+  });
+  const Daemon daemon(&service);
+  const auto trainer = AttachTrainer(daemon);
+  auto update = trainer->Begin({.version = Version(1)});
+  REQUIRE(update.ok());
+  const int tensors = GENERATE(100, 1'500);
+  for (int i = 0; i < 3; ++i) {
+    std::vector<TensorSpec> empty;
+    for (int t = 0; t < tensors; ++t) {
+      empty.push_back({fmt::format("{}.{}", i, t), DType::kFloat32, {0}});
+    }
+    std::vector<std::span<const char>> bytes(empty.size());
+    (*update)->PushAsync(Bucket::Inline(std::move(empty), std::move(bytes)), nullptr);
+  }
+  REQUIRE((*update)->Commit().ok());
+  MutexLock lock(&mutex);
+  CHECK(most == (tensors == 100 ? 2 : 1));
+}
+
 TEST_CASE("a refused push leaves the update open and gives its seq to the next bucket") {
   ScriptedTrainerService service;
   service.OnPush([](const v1::Bucket& bucket) {

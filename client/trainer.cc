@@ -30,6 +30,9 @@ constexpr size_t kMaxReasonBytes = 512;  // AbortRequest.reason
 // Bounds PushBucket calls that carry their bytes; the window only counts calls. A daemon takes 32
 // MiB of unfinished messages of all clients of an identity together.
 constexpr int64_t kMaxInlineBytesInFlight = int64_t{4} << 20;
+// Bounds the tensors of unanswered calls. A daemon checks a bucket as it comes, so that buckets far
+// ahead of the copies would only hold these up.
+constexpr size_t kMaxTensorsInFlight = 2048;
 
 // Runs `run` on a gRPC thread, as if a call had ended, so that a caller that holds a lock is not
 // called back on its own thread.
@@ -209,6 +212,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
   struct Call {
     std::shared_ptr<grpc::ClientContext> context;  // null until the call was started
     int64_t inline_bytes = 0;
+    size_t tensors = 0;
   };
   absl::Status Encode(const Bucket& bucket, v1::PushBucketRequest* request) const;
   // A call's place in the window, and the seq of its bucket.
@@ -216,7 +220,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
     int64_t call = 0;
     int64_t seq = 0;
   };
-  absl::StatusOr<Ticket> EnterWindow(int64_t inline_bytes);
+  absl::StatusOr<Ticket> EnterWindow(const Bucket& bucket);
   void Answered(Ticket ticket, Bucket* bucket, bool keep_error, const Done& done,
                 const absl::Status& status);
   void LeaveWindow(int64_t call);
@@ -236,6 +240,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
   std::map<int64_t, Call> calls_ ABSL_GUARDED_BY(mutex_);  // unanswered
   int64_t next_call_ ABSL_GUARDED_BY(mutex_) = 0;
   int64_t inline_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of all calls_
+  size_t tensors_ ABSL_GUARDED_BY(mutex_) = 0;        // of all calls_
   int64_t next_seq_ ABSL_GUARDED_BY(mutex_) = 0;
   // Seqs of refused buckets; the next buckets take these first.
   std::set<int64_t> holes_ ABSL_GUARDED_BY(mutex_);
@@ -262,11 +267,14 @@ absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request
   return absl::OkStatus();
 }
 
-absl::StatusOr<Pushes::Ticket> Pushes::EnterWindow(int64_t inline_bytes) {
+absl::StatusOr<Pushes::Ticket> Pushes::EnterWindow(const Bucket& bucket) {
   DropRetired();
+  const int64_t inline_bytes = InlineBytes(bucket);
+  const size_t tensors = bucket.tensors.size();
   MutexLock lock(&mutex_);
   while (calls_.size() >= window_ ||
-         (!calls_.empty() && inline_bytes_ + inline_bytes > kMaxInlineBytesInFlight)) {
+         (!calls_.empty() && (inline_bytes_ + inline_bytes > kMaxInlineBytesInFlight ||
+                              tensors_ + tensors > kMaxTensorsInFlight))) {
     if (cond_.WaitUntil(&mutex_, deadline_)) continue;
     return Error(absl::StatusCode::kDeadlineExceeded,
                  "push for version {}: the daemon answered none of {} outstanding buckets in time",
@@ -280,8 +288,11 @@ absl::StatusOr<Pushes::Ticket> Pushes::EnterWindow(int64_t inline_bytes) {
     ticket.seq = *holes_.begin();
     holes_.erase(holes_.begin());
   }
-  calls_[ticket.call].inline_bytes = inline_bytes;
+  Call& call = calls_[ticket.call];
+  call.inline_bytes = inline_bytes;
+  call.tensors = tensors;
   inline_bytes_ += inline_bytes;
+  tensors_ += tensors;
   return ticket;
 }
 
@@ -289,7 +300,7 @@ absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
   REFITD_RETURN_IF_ERROR(core_->stream->status());
   v1::PushBucketRequest request;
   REFITD_RETURN_IF_ERROR(Encode(bucket, &request));
-  REFITD_ASSIGN_OR_RETURN(const Ticket ticket, EnterWindow(InlineBytes(bucket)));
+  REFITD_ASSIGN_OR_RETURN(const Ticket ticket, EnterWindow(bucket));
   request.mutable_bucket()->set_seq(ticket.seq);
   // The source lives as long as the call, because the daemon reads region and slot until it
   // answers.
@@ -336,6 +347,7 @@ void Pushes::LeaveWindow(int64_t call) {
   MutexLock lock(&mutex_);
   const auto left = calls_.find(call);
   inline_bytes_ -= left->second.inline_bytes;
+  tensors_ -= left->second.tensors;
   calls_.erase(left);
   cond_.NotifyAll();
 }

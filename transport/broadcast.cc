@@ -7,8 +7,8 @@ namespace {
 
 // The fixed costs of a chain: the time until it begins, and the time that each further hop takes to
 // begin. Each is given as the bytes that a link carries in that time.
-constexpr int64_t kChainBegins = int64_t{32} << 20;
-constexpr int64_t kHopBegins = int64_t{16} << 20;
+constexpr int64_t kChainBegins = int64_t{8} << 20;
+constexpr int64_t kHopBegins = int64_t{6} << 20;
 
 int64_t DirectCost(const BroadcastLoad& load) {
   int64_t cost = 0;

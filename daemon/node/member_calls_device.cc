@@ -58,22 +58,21 @@ absl::Status CheckBroadcast(DaemonState& state, const MemberRecord& trainer, Bro
   return absl::OkStatus();
 }
 
-// Whether broadcasting through slots could gain anything, so that kAuto needs the slots.
-// One instance alone gains nothing: its ranks hold shards, so no byte goes to two of them.
+// Whether broadcasting through slots could gain anything, so that kAuto needs the slots: some byte
+// goes to two GPUs. The ranks of an instance in place hold shards; each loader rank gets all bytes.
 bool CouldGain(DaemonState& state, const MemberRecord& trainer)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
   if (!trainer.ordinal.has_value() || state.pools.Spans(*state.groups.Of(trainer))) return false;
   if (!BroadcastsThroughSlots(state.data_plane->transport())) return false;
   std::set<int> devices;
-  std::set<std::string_view> instances;
+  std::set<std::pair<std::string_view, int>> replicas;
   for (const auto& [id, member] : state.members.all()) {
     if (!member.engine || member.lost || member.group != trainer.group) continue;
-    if (member.reads_slots) continue;
     if (!member.ordinal.has_value() || member.ordinal == trainer.ordinal) continue;
     devices.insert(*member.ordinal);
-    instances.insert(member.instance);
+    replicas.emplace(member.instance, member.reads_slots ? member.rank : 0);
   }
-  return devices.size() > 1 && instances.size() > 1;
+  return devices.size() > 1 && replicas.size() > 1;
 }
 
 // Runs on the thread for regions. Not OK: the caller has left, or a pool could not be made.

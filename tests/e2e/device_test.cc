@@ -1980,6 +1980,36 @@ TEST_CASE("auto makes slots where several instances are on other GPUs than the t
   CHECK(two.Difference(2) == "");
 }
 
+TEST_CASE("auto broadcasts to loader engines on several GPUs too") {
+  LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 3);
+  const Model model = MixedModel();
+  LoaderEngine one(&daemon, 0, "one");
+  v1::TrainerHello hello = daemon.TrainerOn(2);
+  *hello.mutable_spec() = Spec(1, 1, 4096);
+  RawTrainer trainer(daemon.Connect(), hello);
+  REQUIRE(trainer.attached().ok());
+  const Block source(&daemon, 2, ModelBytes(model) + 64 * 64);
+  const auto install = [&](int64_t version) {
+    const std::vector<int64_t> offsets = Pack(model, version, source.data);
+    v1::BeginRequest begin;
+    begin.set_version(version);
+    begin.set_tensor_count(static_cast<int64_t>(model.size()));
+    REQUIRE_OK(trainer.Begin(begin));
+    v1::Bucket bucket = Describe(model, 0);
+    for (const int64_t offset : offsets)
+      *bucket.mutable_cuda_ipc()->add_handles() = source.At(offset);
+    REQUIRE_OK(trainer.Push(version, bucket));
+    REQUIRE_OK(trainer.Commit(version, 1));
+    CHECK(one.Difference(model, version) == "");
+  };
+  install(1);
+  CHECK(daemon.fake().Count().created == 1);  // the engine's slots
+  LoaderEngine two(&daemon, 1, "two");
+  install(2);
+  CHECK(daemon.fake().Count().created == 3);  // the trainer's too
+  CHECK(two.Difference(model, 2) == "");
+}
+
 TEST_CASE("direct makes no slots, and a method without room for its slots is refused") {
   LocalDaemon daemon(true, nullptr, CudaTransportOptions().limit, 3);
   const Model model = PlainModel(5, 20, 30);

@@ -383,11 +383,12 @@ class DeviceQueues {
     int64_t bytes = 0;
   };
 
-  // The most bytes of a target's first tasks, and of its other tasks.
+  // The most bytes of a target's first tasks, of its other tasks, and of tasks that are sliced.
   struct Sizes {
     bool local = false;
     int64_t first = 0;
     int64_t others = 0;
+    int64_t sliced = 0;  // 0: none is
   };
 
   Sizes TaskSizes(int device, const CopyPlanOptions& options) const {
@@ -398,8 +399,9 @@ class DeviceQueues {
     const int64_t most = std::clamp(wanted, options.least_task_bytes,
                                     std::max(options.least_task_bytes, options.most_task_bytes));
     const int64_t first = std::clamp(wanted, most, std::max(most, options.most_first_task_bytes));
-    // Slices are small whatever the size of their task.
-    return {.local = local, .first = first, .others = local && !digests_ ? first : most};
+    // Slices are small whatever the size of their task, and few tasks are planned sooner.
+    const int64_t sliced = local && !digests_ ? std::max(most, options.most_first_task_bytes) : 0;
+    return {.local = local, .first = first, .others = most, .sliced = sliced};
   }
 
   // Tells how large the tasks of a target's strips may be, one strip after the other.
@@ -409,6 +411,7 @@ class DeviceQueues {
         : sizes_(sizes), share_(1 / static_cast<double>(std::max<int64_t>(target.bytes, 1))) {}
     int64_t Next(const Strip& strip) {
       done_ += static_cast<double>(StripBytes(strip)) * share_;
+      if (sizes_.sliced > 0 && RunBytes(strip) >= int64_t{kSliceBytes}) return sizes_.sliced;
       return done_ < kFirstTasks ? sizes_.first : sizes_.others;
     }
     double share() const { return share_; }

@@ -519,6 +519,16 @@ TEST_CASE("A device that keeps nearly all bytes to itself is bound by its memory
   CHECK_FALSE(local(targets));
 }
 
+TEST_CASE("Long runs within a device become few tasks if nothing is digested") {
+  Rng rng(kSeed + 10);
+  const auto c = DenseCase(&rng, {3, 1 << 19}, {0});
+  const auto tasks = [&c](Verification verification) {
+    return OnlyDevice(*PlanCopies(c->transfer, verification, &c->addresses)).size();
+  };
+  CHECK(tasks(Verification::kOff) == 4);        // in slices
+  CHECK(tasks(Verification::kTransfer) == 96);  // of 32 KiB, a block each
+}
+
 TEST_CASE("Destinations take turns, chunk by chunk, each source starting with another") {
   Rng rng(kSeed + 7);
   const auto c = DenseCase(&rng, {256, 1024}, {0, 1, 2, 3});

@@ -218,8 +218,8 @@ class Addresses : public CopyAddresses {
   Addresses(Engine* engine, Planned* planned) : engine_(engine), planned_(planned) {}
 
   absl::StatusOr<int> DeviceOf(const BoundPiece& piece) override {
-    const auto region = engine_->memory().Find(piece.data, PieceSpan(piece));
-    if (region != nullptr) return region->device();
+    const Known* const known = RegionOf(piece);
+    if (known != nullptr) return known->region->device();
     // A piece that begins in a region and leaves it does not count as host memory.
     if (engine_->memory().Find(piece.data, 1) != nullptr) {
       return Error(absl::StatusCode::kInternal, "piece of \"{}\" leaves its region", piece.name);
@@ -228,18 +228,45 @@ class Addresses : public CopyAddresses {
   }
 
   absl::StatusOr<uint64_t> On(int device, const BoundPiece& piece) override {
-    const int64_t bytes = PieceSpan(piece);
-    const auto region = engine_->memory().Find(piece.data, bytes);
-    if (region == nullptr) return UploadAddress(device, piece.data, bytes);
-    const absl::StatusOr<char*> data = OnDevice(*region, device);
-    if (!data.ok()) {
-      const absl::Status noted = engine_->Note(data.status());
-      return Prefixed(noted, "\"{}\"", piece.name);
+    Known* const known = RegionOf(piece);
+    if (known == nullptr) return UploadAddress(device, piece.data, PieceSpan(piece));
+    char*& on = known->on[device];
+    if (on == nullptr) {
+      const absl::StatusOr<char*> data = OnDevice(*known->region, device);
+      if (!data.ok()) {
+        const absl::Status noted = engine_->Note(data.status());
+        return Prefixed(noted, "\"{}\"", piece.name);
+      }
+      on = *data;
     }
-    return reinterpret_cast<uint64_t>(*data + (piece.data - region->data()));
+    return reinterpret_cast<uint64_t>(on + (piece.data - known->region->data()));
   }
 
  private:
+  // A region, and its addresses on the devices that were asked for.
+  struct Known {
+    std::shared_ptr<const DeviceRegion> region;
+    std::map<int, char*> on;
+  };
+
+  // The region that holds the piece; null: none does. Many pieces lie in few regions, so that most
+  // are found without the lock of all regions.
+  Known* RegionOf(const BoundPiece& piece) {
+    const int64_t bytes = PieceSpan(piece);
+    auto it = known_.upper_bound(piece.data);
+    if (it != known_.begin() && Holds(*(--it)->second.region, piece.data, bytes))
+      return &it->second;
+    auto region = engine_->memory().Find(piece.data, bytes);
+    if (region == nullptr) return nullptr;
+    Known& known = known_[region->data()];
+    known = {std::move(region), {}};
+    return &known;
+  }
+  static bool Holds(const DeviceRegion& region, const char* data, int64_t bytes) {
+    const int64_t offset = data - region.data();
+    return offset <= region.bytes() && bytes <= region.bytes() - offset;
+  }
+
   // The address on `device` to which host bytes are copied before each launch; takes memory for it
   // the first time.
   absl::StatusOr<uint64_t> UploadAddress(int device, const char* from, int64_t bytes) {
@@ -266,6 +293,7 @@ class Addresses : public CopyAddresses {
   Engine* const engine_;
   Planned* const planned_;
   std::map<std::tuple<int, const char*, int64_t>, uint64_t> uploads_;
+  std::map<const char*, Known> known_;  // by the region's own address
 };
 
 // A plan that is made once. Thread-safe.
@@ -300,12 +328,15 @@ class KeptPlan {
 // first asked for.
 class CudaPrepared : public PreparedTransfer {
  public:
-  explicit CudaPrepared(Transfer of) : transfer(std::move(of)) {}
+  // `few`: one of many transfers in a row, where planning takes longer than the kernel's last
+  // tasks.
+  explicit CudaPrepared(Transfer of, bool few = false) : transfer(std::move(of)), few_tasks_(few) {}
 
   absl::StatusOr<std::shared_ptr<Planned>> Plan(Engine* engine, Verification verification) const {
     return plans_[static_cast<size_t>(verification)].Get(engine, [&](CopyAddresses* addresses) {
       CopyPlanOptions options;
       if (engine->has_batches()) options.engine_bytes = engine->options().engine_bytes;
+      if (few_tasks_) options.least_task_bytes = options.most_task_bytes;
       return PlanCopies(transfer, verification, addresses, options);
     });
   }
@@ -316,6 +347,7 @@ class CudaPrepared : public PreparedTransfer {
   const Transfer transfer;
 
  private:
+  const bool few_tasks_;
   mutable std::array<KeptPlan, 4> plans_;  // by verification
 };
 
@@ -351,7 +383,12 @@ class Run : public std::enable_shared_from_this<Run> {
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
-  void Start() { StartPhase(&planned_->parts, false); }
+  // `after`: tasks on a device wait for the device's slot; null: they need not.
+  void Start(std::shared_ptr<const Arrivals> after = nullptr) {
+    after_ = std::move(after);
+    StartPhase(&planned_->parts, false);
+  }
+  const Arrivals* after() const { return after_.get(); }
   const Engine& engine() const { return *engine_; }
   const Planned& planned() const { return *planned_; }
   const std::string& label() const { return label_; }
@@ -429,7 +466,8 @@ class Run : public std::enable_shared_from_this<Run> {
   const std::shared_ptr<Planned> planned_;
   const std::string label_;
   const bool with_sums_;
-  bool readback_begun_ = false;  // phases follow one another
+  std::shared_ptr<const Arrivals> after_;  // set before the first phase
+  bool readback_begun_ = false;            // phases follow one another
   std::atomic<bool> failed_ = false;
   std::atomic<bool> finished_ = false;
   Mutex mutex_;
@@ -525,6 +563,9 @@ class ShareJob : public DeviceJob {
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemsetD8Async, scratch_.address(), 0,
                                             static_cast<size_t>(kCounterBytes + SumBytes()),
                                             streams->main));
+    if (run_->after() != nullptr) {
+      REFITD_RETURN_IF_ERROR(run_->after()->Wait(part_.tasks->device, streams->main));
+    }
     const CudaTransportOptions& options = run_->engine().options();
     size_t first = 0;
     for (int k = 0; k < kCopyKernels; ++k) {
@@ -889,8 +930,8 @@ class ReadbackPlanJob : public PlanJob {
 
 // ---- broadcasts through slots ----
 
-// The relay and the plan of the second transfer, which follows it. The later of the two to finish
-// starts the second transfer, or reports why it can't start.
+// A broadcast: the relay and, once that was issued and the second transfer was planned, the second
+// transfer, which waits on each device for the slot there. It is done when both have ended.
 class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
  public:
   BroadcastRun(std::shared_ptr<Engine> engine, const Transfer& transfer,
@@ -906,7 +947,8 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
   absl::Status Plan(Transfer transfer) {
     const Verification verification = transfer.verification;
     auto prepared = std::make_shared<const CudaPrepared>(
-        FromSlots(std::move(transfer), [this](const char* data) { return DeviceOf(data); }));
+        FromSlots(std::move(transfer), [this](const char* data) { return DeviceOf(data); }),
+        /*few=*/true);
     REFITD_ASSIGN_OR_RETURN(auto planned, prepared->Plan(engine_.get(), verification));
     MutexLock lock(&mutex_);
     prepared_ = std::move(prepared);
@@ -914,8 +956,23 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
     return absl::OkStatus();
   }
 
-  void Relayed(const absl::Status& status) { Arrive(status); }
-  void Planned(const absl::Status& status) { Arrive(status); }
+  // The two halves; the later one starts the second transfer, or fails it.
+  void Planned(const absl::Status& status) { Arrive(status, nullptr); }
+  void Issued(absl::StatusOr<std::shared_ptr<const Arrivals>> arrivals) {
+    if (arrivals.ok()) {
+      Arrive(absl::OkStatus(), *std::move(arrivals));
+    } else {
+      Arrive(arrivals.status(), nullptr);
+    }
+  }
+  // The relay ended (RelayCalls::ended).
+  void Relayed(const absl::Status& status) {
+    {
+      MutexLock lock(&mutex_);
+      relayed_ = status;
+    }
+    FinishIfEnded();
+  }
 
  private:
   // The device of an address; host memory has no device.
@@ -924,25 +981,30 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
     return region == nullptr ? CopyAddresses::kHostMemory : region->device();
   }
 
-  void Arrive(const absl::Status& status) {
+  void Arrive(const absl::Status& status, std::shared_ptr<const Arrivals> arrivals) {
     absl::Status outcome;
     std::shared_ptr<const CudaPrepared> prepared;
     std::shared_ptr<refitd::Planned> planned;
     {
       MutexLock lock(&mutex_);
       if (status_.ok()) status_ = status;
+      if (arrivals != nullptr) arrivals_ = std::move(arrivals);
       if (++arrived_ < 2) return;
       outcome = status_;
+      arrivals = std::move(arrivals_);
       prepared = std::move(prepared_);
       planned = std::move(planned_);
     }
-    if (outcome.ok()) return StartTransfer(std::move(prepared), std::move(planned));
+    if (outcome.ok()) {
+      return StartTransfer(std::move(prepared), std::move(planned), std::move(arrivals));
+    }
     prepared.reset();  // releases memory first, as TransferJob::Fail does
-    done_(Failed(destinations_, Prefixed(outcome, "{}", label_)));
+    Transferred(Failed(destinations_, Prefixed(outcome, "{}", label_)));
   }
 
   void StartTransfer(std::shared_ptr<const CudaPrepared> prepared,
-                     std::shared_ptr<refitd::Planned> planned) {
+                     std::shared_ptr<refitd::Planned> planned,
+                     std::shared_ptr<const Arrivals> arrivals) {
     TransferCall call{.activity = std::make_shared<Activity>(engine_),
                       .prepared = prepared,
                       .verification = prepared->transfer.verification,
@@ -950,10 +1012,33 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
                       .done = [self = shared_from_this(), prepared](TransferResult result) mutable {
                         CompareSlots(prepared->transfer, self->slots_, self->wanted_, &result);
                         prepared.reset();  // the run keeps memory that a device may still touch
-                        self->done_(std::move(result));
+                        self->Transferred(std::move(result));
                       }};
     prepared.reset();
-    std::make_shared<TransferRun>(engine_, std::move(planned), std::move(call))->Start();
+    std::make_shared<TransferRun>(engine_, std::move(planned), std::move(call))
+        ->Start(std::move(arrivals));
+  }
+
+  void Transferred(TransferResult result) {
+    {
+      MutexLock lock(&mutex_);
+      result_ = std::move(result);
+    }
+    FinishIfEnded();
+  }
+
+  // P6: a slot that no device unpacks may still be written when the second transfer has ended.
+  void FinishIfEnded() {
+    TransferResult result;
+    {
+      MutexLock lock(&mutex_);
+      if (!relayed_.has_value() || !result_.has_value()) return;
+      result = *std::exchange(result_, std::nullopt);
+      if (result.status.ok() && !relayed_->ok()) {
+        result = Failed(destinations_, Prefixed(*relayed_, "{}", label_));
+      }
+    }
+    done_(std::move(result));
   }
 
   const std::shared_ptr<Engine> engine_;
@@ -965,8 +1050,11 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
   Mutex mutex_;
   std::shared_ptr<const CudaPrepared> prepared_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<refitd::Planned> planned_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const Arrivals> arrivals_ ABSL_GUARDED_BY(mutex_);
   int arrived_ ABSL_GUARDED_BY(mutex_) = 0;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  std::optional<absl::Status> relayed_ ABSL_GUARDED_BY(mutex_);
+  std::optional<TransferResult> result_ ABSL_GUARDED_BY(mutex_);
 };
 
 // Plans the relay and submits it; the second transfer is planned while the relay runs.
@@ -989,10 +1077,13 @@ class BroadcastJob : public PlanJob {
     // GiveUp may have been called meanwhile; it then reports the failure of the relay.
     if (relayed_.exchange(true)) return;
     if (relay->runs.empty() || relay->slots.empty()) {
-      run_->Relayed(absl::OkStatus());  // there are no bytes or no slots
+      run_->Issued(nullptr);  // there are no bytes or no slots
+      run_->Relayed(absl::OkStatus());
     } else {
-      relays_->Submit(*std::move(relay), [run = run_, activity = activity_](
-                                             const absl::Status& status) { run->Relayed(status); });
+      relays_->Submit(*std::move(relay),
+                      {.issued = [run = run_](const auto& arrivals) { run->Issued(arrivals); },
+                       .ended = [run = run_, activity = activity_](
+                                    const absl::Status& status) { run->Relayed(status); }});
     }
     planned_ = run_->Plan(std::move(transfer_));
   }
@@ -1006,7 +1097,10 @@ class BroadcastJob : public PlanJob {
   }
 
   void GiveUp(const absl::Status& status) override {
-    if (!relayed_.exchange(true)) run_->Relayed(status);
+    if (!relayed_.exchange(true)) {
+      run_->Issued(status);
+      run_->Relayed(status);
+    }
     run_->Planned(status);
   }
 
@@ -1032,21 +1126,10 @@ class BroadcastJob : public PlanJob {
     });
     relay.method = broadcast.method;
     relay.slot_bytes = slot_bytes;
-    relay.chunk_bytes = ChunkBytes();
+    relay.chunk_bytes = engine_->options().relay_chunk_bytes;
     REFITD_ASSIGN_OR_RETURN(relay.runs,
                             RunsOf(transfer_.source, broadcast.byte_offsets, slot_bytes));
     return relay;
-  }
-
-  // Returns the size of a chunk: at most half of all bytes, so that the last device is done soon
-  // after the first.
-  int64_t ChunkBytes() const {
-    constexpr int64_t kLeast = 1 << 20;
-    int64_t bytes = 0;
-    for (const BoundPiece& piece : transfer_.source) {
-      bytes += ElementCount(piece.box) * ElementBytes(piece.dtype);
-    }
-    return std::min(engine_->options().relay_chunk_bytes, std::max(bytes / 2, kLeast));
   }
 
   absl::StatusOr<int> SourceDevice() const {

@@ -54,9 +54,9 @@ struct CudaTransportOptions {
   // half a MiB. Only with drivers that take batches of copies (CUDA 13).
   int64_t engine_bytes = 2 << 20;
   // The most bytes that a device hands to the next at a time in a broadcast by kChain. Small chunks
-  // cost time because each copy begins some microseconds after the copy before; large chunks
+  // cost time because each copy begins 8 us after the copy before (docs/decisions.md); large chunks
   // because each device begins a chunk later than the device before.
-  int64_t relay_chunk_bytes = 64 << 20;
+  int64_t relay_chunk_bytes = 128 << 20;
   std::chrono::milliseconds limit{60'000};
   // NCCL, for broadcasts by kNccl and kSymmetric. Null: these methods are missing, and `no_nccl`
   // says why.

@@ -311,13 +311,14 @@ TEST_CASE("broadcasts from several devices at once end once each and leave the r
   }
 }
 
-// One tensor from device 0 to destinations and slots on 1 and 2.
+// One tensor from device 0 to destinations and slots on other devices.
 struct SimpleBroadcast {
-  SimpleBroadcast(Setup* setup, Rng* random, BroadcastMethod method = BroadcastMethod::kChain)
+  SimpleBroadcast(Setup* setup, Rng* random, BroadcastMethod method = BroadcastMethod::kChain,
+                  const std::vector<int>& receivers = {1, 2})
       : world(setup->exporter(), setup->memory.get(), random) {
-    FillSimply(&world, 0, {1, 2});
+    FillSimply(&world, 0, receivers);
     world.model.verification = Verification::kTransfer;
-    transfer = Broadcasting(&world, setup->memory.get(), random, {1, 2}, method, &pools);
+    transfer = Broadcasting(&world, setup->memory.get(), random, receivers, method, &pools);
   }
   World world;
   BroadcastPools pools;
@@ -513,7 +514,8 @@ TEST_CASE("a wrong byte in a slot is caught, whichever slot it is (P1)") {
     setup.fake.Block("cuLaunchKernel");
     Outcome<TransferResult> outcome;
     setup.transport->Submit(broadcast.transfer, outcome.done());
-    REQUIRE(Eventually([&] { return setup.fake.Count().blocked_calls > 0; }));
+    REQUIRE(Eventually(
+        [&] { return setup.fake.Count().blocked_calls > 0 && setup.fake.RunStreams() == 0; }));
     char* const spoilt = broadcast.transfer.broadcast->slots[static_cast<size_t>(slot)].data +
                          broadcast.transfer.broadcast->byte_offsets[0];
     *spoilt ^= 1;
@@ -578,6 +580,32 @@ TEST_CASE("a device that hangs holds a broadcast up to its end, and is told as a
   CHECK_FALSE(outcome.ended());
   setup.fake.Hold(0);
   CHECK(outcome.Wait().status.code() == absl::StatusCode::kDeadlineExceeded);
+}
+
+TEST_CASE("a device unpacks its slot while the chain goes on") {
+  Rng random(kSeed + 47);
+  Setup setup({.lost = {}}, 4);
+  SimpleBroadcast broadcast(&setup, &random, BroadcastMethod::kChain, {1, 2, 3});
+  broadcast.world.model.verification = broadcast.transfer.verification = Verification::kOff;
+  setup.fake.Hold(1U << 2);  // so device 3 gets nothing
+  Outcome<TransferResult> outcome;
+  setup.transport->Submit(broadcast.transfer, outcome.done());
+  constexpr int kReceivers = 3;  // each launches once
+  REQUIRE(Eventually([&] { return setup.fake.Count().launch_calls == kReceivers; }));
+  (void)setup.fake.RunStreams();  // so that nothing is written below
+  const BoundPiece& source = broadcast.world.model.source[0];
+  const auto bytes = static_cast<size_t>(ElementCount(source.box) * ElementBytes(source.dtype));
+  const auto arrived = [&](size_t receiver) {
+    const BoundPiece& to = broadcast.transfer.destinations[receiver][0];
+    return std::memcmp(to.data, source.data, bytes) == 0;
+  };
+  CHECK(arrived(0));
+  CHECK_FALSE(arrived(1));
+  CHECK_FALSE(arrived(2));
+  CHECK_FALSE(outcome.ended());
+  setup.fake.Hold(0);
+  CheckSame(outcome.Wait(), Run(setup.host.get(), broadcast.world.model));
+  broadcast.world.CheckBytes();
 }
 
 TEST_CASE("methods that are not there are said so") {

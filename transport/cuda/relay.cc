@@ -2,6 +2,7 @@
 
 #if defined(REFITD_CUDA)
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "transport/base/status.h"
@@ -13,12 +14,14 @@ namespace {
 // One link of a chain: a device copies to a slot, by the slot's address for that device.
 struct Hop {
   const RelayStream* from = nullptr;
+  int to = 0;              // device
   char* source = nullptr;  // the slot that it reads; null: the source's runs
   char* slot = nullptr;
 };
 
 // Makes the links of the chain; a slot on the source's own device is filled beside them.
-absl::StatusOr<std::vector<Hop>> MakeChain(const Relay& relay, RelayIssue* issue) {
+absl::StatusOr<std::vector<Hop>> MakeChain(const Relay& relay, RelayIssue* issue,
+                                           Arrivals* arrivals) {
   std::vector<Hop> chain;
   int device = relay.source;
   char* source = nullptr;
@@ -26,21 +29,33 @@ absl::StatusOr<std::vector<Hop>> MakeChain(const Relay& relay, RelayIssue* issue
     if (slot.device == relay.source) {
       REFITD_ASSIGN_OR_RETURN(const RelayStream* const own, issue->Own(relay.source));
       REFITD_RETURN_IF_ERROR(issue->CopyRuns(*own, relay.runs, slot.data));
+      REFITD_RETURN_IF_ERROR(arrivals->Record(slot.device, *own));
       continue;
     }
     REFITD_ASSIGN_OR_RETURN(char* const reached, issue->Reach(slot.data, device));
     REFITD_ASSIGN_OR_RETURN(const RelayStream* const onward, issue->Onward(device));
-    chain.push_back({onward, source, reached});
+    chain.push_back({onward, slot.device, source, reached});
     device = slot.device;
     source = slot.data;
   }
   return chain;
 }
 
-absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
-  REFITD_ASSIGN_OR_RETURN(const std::vector<Hop> chain, MakeChain(relay, issue));
-  // With one link no device waits for a chunk, and one batch of all copies is fastest.
-  const int64_t chunk_bytes = chain.size() > 1 ? relay.chunk_bytes : relay.slot_bytes;
+// Returns the size of a chunk. While other broadcasts keep the links busy, few large chunks are
+// fastest; alone, a broadcast is cut at least in two, so that the last device is done soon after
+// the first. With one link no device waits for a chunk, and one batch of all copies is fastest.
+int64_t ChunkBytes(const Relay& relay, size_t links, bool alone) {
+  constexpr int64_t kLeast = 1 << 20;
+  if (links < 2) return relay.slot_bytes;
+  const int64_t bytes = relay.runs.back().offset + relay.runs.back().bytes;
+  const int64_t chunks = (bytes + relay.chunk_bytes - 1) / relay.chunk_bytes;
+  const int64_t even = (bytes + chunks - 1) / chunks;
+  return alone && chunks < 2 ? std::max(std::min(kLeast, even), (even + 1) / 2) : even;
+}
+
+absl::Status IssueChain(const Relay& relay, bool alone, RelayIssue* issue, Arrivals* arrivals) {
+  REFITD_ASSIGN_OR_RETURN(const std::vector<Hop> chain, MakeChain(relay, issue, arrivals));
+  const int64_t chunk_bytes = ChunkBytes(relay, chain.size(), alone);
   for (const RelayChunk& chunk : CutIntoChunks(relay.runs, chunk_bytes)) {
     const RelayStream* before = nullptr;
     for (const Hop& hop : chain) {
@@ -55,6 +70,7 @@ absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
       before = hop.from;
     }
   }
+  for (const Hop& hop : chain) REFITD_RETURN_IF_ERROR(arrivals->Record(hop.to, *hop.from));
   return absl::OkStatus();
 }
 
@@ -63,17 +79,27 @@ absl::Status IssueChain(const Relay& relay, RelayIssue* issue) {
 // One broadcast, as a job of the queue that issues it.
 class RelayQueue::Job : public DeviceJob {
  public:
-  Job(Relay relay, std::shared_ptr<CudaMemory> memory, std::shared_ptr<RelayStreams> streams,
-      std::shared_ptr<NcclBroadcasts> nccl, std::function<void(absl::Status)> done)
+  // `under_way` counts the queue's broadcasts that have not ended.
+  Job(Relay relay, std::shared_ptr<std::atomic<int>> under_way, std::shared_ptr<CudaMemory> memory,
+      std::shared_ptr<RelayStreams> streams, std::shared_ptr<NcclBroadcasts> nccl, RelayCalls calls)
       : relay_(std::move(relay)),
+        under_way_(std::move(under_way)),
         memory_(std::move(memory)),
         streams_(std::move(streams)),
         nccl_(std::move(nccl)),
-        done_(std::move(done)) {}
+        calls_(std::move(calls)) {
+    ++*under_way_;
+  }
+  ~Job() override { --*under_way_; }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
 
   bool Cancelled() const override { return false; }
 
-  void Fail(const absl::Status& status) override { done_(status); }
+  void Fail(const absl::Status& status) override {
+    Issued(status);
+    calls_.ended(status);
+  }
 
   void End(const absl::Status& status) override {
     // Ask for the status while the pools are held, because the communicator is not closed before
@@ -81,7 +107,12 @@ class RelayQueue::Job : public DeviceJob {
     const absl::Status filled = status.ok() && by_ != nullptr ? by_->status() : status;
     by_ = nullptr;
     relay_.keep_alive.clear();
-    done_(filled);
+    if (filled.ok()) {
+      Issued(nullptr);
+    } else {
+      Issued(filled);
+    }
+    calls_.ended(filled);
   }
 
   absl::Status Issue(DeviceStreams* streams) override {
@@ -89,20 +120,31 @@ class RelayQueue::Job : public DeviceJob {
     // A broadcast within one device needs no communicator.
     const bool within = std::all_of(relay_.slots.begin(), relay_.slots.end(),
                                     [this](const auto& s) { return s.device == relay_.source; });
-    const absl::Status issued = relay_.method == BroadcastMethod::kChain || within
-                                    ? IssueChain(relay_, &issue)
-                                    : nccl_->Issue(relay_, &issue, &by_);
+    const bool chain = relay_.method == BroadcastMethod::kChain || within;
+    auto arrivals = std::make_shared<Arrivals>(streams->api);
+    const absl::Status issued = chain ? IssueChain(relay_, *under_way_ == 1, &issue, arrivals.get())
+                                      : nccl_->Issue(relay_, &issue, &by_);
     // Work issued before an error still runs, so the job must end after it.
     const absl::Status joined = issue.Join(streams->main);
-    return joined.ok() ? issued : joined;
+    if (!joined.ok() || !issued.ok()) return joined.ok() ? issued : joined;
+    // P4: a collective may never end, and a stream that waits for it would serve nobody else.
+    if (chain) Issued(std::move(arrivals));
+    return absl::OkStatus();
   }
 
  private:
+  // The first call counts.
+  void Issued(absl::StatusOr<std::shared_ptr<const Arrivals>> arrivals) {
+    if (!told_.exchange(true)) calls_.issued(std::move(arrivals));
+  }
+
   Relay relay_;
+  const std::shared_ptr<std::atomic<int>> under_way_;
   const std::shared_ptr<CudaMemory> memory_;
   const std::shared_ptr<RelayStreams> streams_;
   const std::shared_ptr<NcclBroadcasts> nccl_;
-  const std::function<void(absl::Status)> done_;
+  const RelayCalls calls_;
+  std::atomic<bool> told_ = false;
   std::shared_ptr<const Communicator> by_;  // null: the broadcast has no collective
 };
 
@@ -116,7 +158,7 @@ RelayQueue::RelayQueue(std::shared_ptr<CudaMemory> memory, std::shared_ptr<CudaC
 
 RelayQueue::~RelayQueue() = default;
 
-void RelayQueue::Submit(Relay relay, std::function<void(absl::Status)> done) {
+void RelayQueue::Submit(Relay relay, RelayCalls calls) {
   std::shared_ptr<DeviceQueue> queue;
   {
     MutexLock lock(&mutex_);
@@ -135,8 +177,8 @@ void RelayQueue::Submit(Relay relay, std::function<void(absl::Status)> done) {
     }
     queue = queue_;
   }
-  queue->Submit(
-      std::make_shared<Job>(std::move(relay), memory_, streams_, options_.nccl, std::move(done)));
+  queue->Submit(std::make_shared<Job>(std::move(relay), under_way_, memory_, streams_,
+                                      options_.nccl, std::move(calls)));
 }
 
 void RelayQueue::Stop(std::chrono::steady_clock::time_point deadline) {

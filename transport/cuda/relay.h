@@ -5,13 +5,15 @@
 // next, and so on, by copy engines alone; each copy waits for the copy before it by an event, so
 // that soon all links are busy. Every device has one stream for the chunks that it hands on, shared
 // by all broadcasts, so that chunks of the next broadcast follow at once. A slot on the source's
-// own device is filled beside the chain.
+// own device is filled beside the chain. Unpacking waits on the device until its slot is filled
+// (Arrivals), so that no thread wakes up between the two.
 //
 // The threads of device_queue.h, which do this work, keep P4, P6 and P8.
 #ifndef REFITD_TRANSPORT_CUDA_RELAY_H_
 #define REFITD_TRANSPORT_CUDA_RELAY_H_
 
 #if defined(REFITD_CUDA)
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -19,6 +21,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "transport/base/mutex.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/device_queue.h"
@@ -28,6 +31,16 @@
 namespace refitd {
 
 class NcclBroadcasts;
+
+// What a broadcast tells; both are called once, on a thread of the queue, `issued` first.
+struct RelayCalls {
+  // Work that waits for the arrivals finds the slots filled; null: they are filled already. After
+  // an error nothing may read them.
+  std::function<void(absl::StatusOr<std::shared_ptr<const Arrivals>>)> issued;
+  // No memory is touched any more. OK: every slot is filled. Errors: UNAVAILABLE: a device can't
+  // reach the next; those of device_queue.h.
+  std::function<void(absl::Status)> ended;
+};
 
 // Runs broadcasts through slots. Thread-safe.
 class RelayQueue {
@@ -43,10 +56,7 @@ class RelayQueue {
   RelayQueue(const RelayQueue&) = delete;
   RelayQueue& operator=(const RelayQueue&) = delete;
 
-  // `done` is called once, on a thread of the queue, when every slot is filled, or after an error
-  // when no memory is touched any more. Errors: UNAVAILABLE: a device can't reach the next; those
-  // of device_queue.h.
-  void Submit(Relay relay, std::function<void(absl::Status)> done);
+  void Submit(Relay relay, RelayCalls calls);
   // Stops all relays as DeviceQueue::Stop stops a queue.
   void Stop(std::chrono::steady_clock::time_point deadline);
 
@@ -58,6 +68,7 @@ class RelayQueue {
   const Options options_;
   const std::shared_ptr<LostContext> lost_;
   const std::shared_ptr<RelayStreams> streams_;
+  const std::shared_ptr<std::atomic<int>> under_way_ = std::make_shared<std::atomic<int>>(0);
   Mutex mutex_;
   std::shared_ptr<DeviceQueue> queue_ ABSL_GUARDED_BY(mutex_);  // made by the first broadcast
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;

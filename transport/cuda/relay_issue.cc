@@ -38,6 +38,28 @@ void RelayStreams::Destroy() {
   streams_.clear();
 }
 
+Arrivals::~Arrivals() {
+  for (const auto& [device, filled] : filled_) {
+    const ScopedContext current(api_, filled.context);
+    if (current.status().ok()) (void)api_.cuEventDestroy(filled.event);
+  }
+}
+
+absl::Status Arrivals::Record(int device, const RelayStream& by) {
+  const ScopedContext current(api_, by.context);
+  REFITD_RETURN_IF_ERROR(current.status());
+  CUevent event = nullptr;
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuEventCreate, &event, CU_EVENT_DISABLE_TIMING));
+  filled_.emplace(device, Filled{by.context, event});
+  return REFITD_CUDA_CALL(api_, cuEventRecord, event, by.stream);
+}
+
+absl::Status Arrivals::Wait(int device, CUstream on) const {
+  const auto filled = filled_.find(device);
+  if (filled == filled_.end()) return absl::OkStatus();
+  return REFITD_CUDA_CALL(api_, cuStreamWaitEvent, on, filled->second.event, 0);
+}
+
 absl::StatusOr<RelayStream*> RelayIssue::Using(absl::StatusOr<RelayStream*> stream) {
   if (stream.ok() && std::find(used_.begin(), used_.end(), *stream) == used_.end()) {
     used_.push_back(*stream);

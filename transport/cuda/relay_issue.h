@@ -27,7 +27,7 @@ struct Relay {
   int source = 0;              // device; all runs' bytes are on it
   std::vector<RelayRun> runs;  // not empty
   int64_t slot_bytes = 0;
-  int64_t chunk_bytes = 0;  // size of a chunk, in a chain with more than one link
+  int64_t chunk_bytes = 0;  // of a chunk, at most
   struct Slot {
     int device = 0;
     char* data = nullptr;  // the slot's address for that device
@@ -64,6 +64,29 @@ class RelayStreams {
 
   const std::shared_ptr<CudaContexts> contexts_;
   std::map<std::pair<int, bool>, RelayStream> streams_;
+};
+
+// The moments at which the slots of a broadcast are filled, for work on other streams. The issuing
+// thread records them; afterwards any thread may wait.
+class Arrivals {
+ public:
+  explicit Arrivals(const CudaApi& api) : api_(api) {}
+  ~Arrivals();
+  Arrivals(const Arrivals&) = delete;
+  Arrivals& operator=(const Arrivals&) = delete;
+
+  // The device's slot is filled by what was issued to `by`.
+  absl::Status Record(int device, const RelayStream& by);
+  // Makes stream `on` of the device wait until its slot is filled; no slot: does nothing.
+  absl::Status Wait(int device, CUstream on) const;
+
+ private:
+  const CudaApi& api_;
+  struct Filled {
+    CUcontext context = nullptr;  // of the device that fills the slot
+    CUevent event = nullptr;
+  };
+  std::map<int, Filled> filled_;  // by device
 };
 
 // The work of one broadcast. Join must follow even if issuing fails.

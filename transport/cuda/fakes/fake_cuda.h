@@ -29,6 +29,7 @@ class FakeCuda : public FakeLibrary {
     Find("FakeCudaPeers", &peers_);
     Find("FakeCudaDevices", &devices_);
     Find("FakeCudaCount", &count_);
+    Find("FakeCudaRun", &run_);
     Find("FakeCudaExport", &export_);
     Find("FakeCudaExportVmm", &export_vmm_);
     Find("FakeCudaForget", &forget_);
@@ -54,6 +55,9 @@ class FakeCuda : public FakeLibrary {
   void Peers(bool reach) { peers_(reach); }
   // Makes the nth launch from now store one wrong bit.
   void Corrupt(int nth) { corrupt_(nth); }
+  // Runs the work of streams as far as it can run now, and returns how much is left. What ran
+  // before is visible to the caller.
+  int RunStreams() const { return run_(); }
   FakeCudaCounts Count() const {
     FakeCudaCounts counts;
     count_(&counts);
@@ -79,6 +83,7 @@ class FakeCuda : public FakeLibrary {
   void (*devices_)(int) = nullptr;
   void (*corrupt_)(int) = nullptr;
   void (*count_)(FakeCudaCounts*) = nullptr;
+  int (*run_)() = nullptr;
   char* (*export_)(int, int64_t, char*) = nullptr;
   char* (*export_vmm_)(int, int64_t, int*) = nullptr;
   void (*forget_)(char*) = nullptr;

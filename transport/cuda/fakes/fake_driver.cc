@@ -451,6 +451,15 @@ void FakeCudaCount(FakeCudaCounts* counts) {
   *counts = Fake().counts;
 }
 
+int FakeCudaRun() {
+  State& fake = Fake();
+  const std::lock_guard lock(fake.mutex);
+  RunQueue(&fake);
+  int left = 0;
+  for (const auto& [at, stream] : fake.streams) left += static_cast<int>(stream->queue.size());
+  return left;
+}
+
 char* FakeCudaExport(int device, int64_t bytes, char* handle) {
   State& fake = Fake();
   const std::lock_guard lock(fake.mutex);

@@ -126,7 +126,9 @@ class Bucket {
   void SlotBytes(int64_t bytes) { relay_.slot_bytes = bytes; }
   void Submit() {
     rig_->relays->Submit(
-        relay_, [ended = ended_](const absl::Status& status) { ended->set_value(status); });
+        relay_,
+        {.issued = [](const auto&) {},
+         .ended = [ended = ended_](const absl::Status& status) { ended->set_value(status); }});
   }
   absl::Status Wait() {
     REQUIRE(future_.wait_for(kTestDeadline) == std::future_status::ready);
