@@ -64,11 +64,11 @@ class CommandsTest(unittest.TestCase):
 
     def test_a_checkpoint_goes_to_an_engine_on_one_node_as_the_page_says(self):
         commands, pushed, engine, _ = fences("refitctl.md", "On one node")
-        self.assert_prints(self.run_block(commands, "wait %2"), pushed + engine)
+        self.assert_prints(self.run_block(commands, "wait $!"), pushed + engine)
 
     def test_a_checkpoint_goes_to_an_engine_on_two_nodes_as_the_page_says(self):
         commands, _ = fences("refitctl.md", "On two nodes")
-        printed = self.run_block(commands, "wait %3")
+        printed = self.run_block(commands, "wait $!")
         self.assertRegex(printed, r"policy v1 committed: 46 tensors")
         self.assertRegex(printed, r"far rank 0: verified .*version=1")
 
