@@ -1,7 +1,5 @@
 #include "client/refit.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -268,22 +266,22 @@ absl::Status AddCudaBlock(Member* member, const void* ipc_handle, int64_t bytes,
 }
 
 // Duplicates a descriptor, because the caller keeps owning its own.
-absl::StatusOr<refitd::UniqueFd> Duplicate(int descriptor) {
-  refitd::UniqueFd own(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+absl::StatusOr<refitd::UniqueFd> DuplicateOf(int descriptor) {
+  refitd::UniqueFd own = refitd::Duplicate(descriptor);
   if (own.valid()) return own;
   return InvalidField("descriptor", "descriptor is {}: {}", descriptor, std::strerror(errno));
 }
 
 template <typename Member>
 absl::Status AddMemfd(Member* member, int descriptor, int64_t bytes, refit_region** region) {
-  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
+  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, DuplicateOf(descriptor));
   return Give(member->AddMemfd(std::move(own), bytes), &refit_region::region, region);
 }
 
 template <typename Member>
 absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, uint64_t address,
                         refit_region** region) {
-  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
+  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, DuplicateOf(descriptor));
   return Give(member->AddCudaRegion(std::move(own), bytes, address), &refit_region::region, region);
 }
 

@@ -1,6 +1,5 @@
 #include "daemon/node/member_memory.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -57,8 +56,8 @@ absl::StatusOr<struct stat> LookAt(const UniqueFd& fd) {
   return file;
 }
 
-absl::StatusOr<UniqueFd> Duplicate(const UniqueFd& fd) {
-  UniqueFd copy(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
+absl::StatusOr<UniqueFd> DuplicateOf(const UniqueFd& fd) {
+  UniqueFd copy = Duplicate(fd.get());
   if (!copy.valid()) return ErrnoError(errno, "duplicating a descriptor");
   return copy;
 }
@@ -260,7 +259,7 @@ absl::StatusOr<SideHandle> MemberMemory::TakeKept(const Token& token, const Peer
   const KeptRank::Arena& arena = arenas[side / 2];
   const RegionRecord& region = side % 2 == 0 ? arena.front : arena.back;
   SideHandle handle;
-  REFITD_ASSIGN_OR_RETURN(handle.fd, Duplicate(*region.descriptor));
+  REFITD_ASSIGN_OR_RETURN(handle.fd, DuplicateOf(*region.descriptor));
   handle.bytes = region.memory.bytes;
   return handle;
 }
@@ -429,7 +428,7 @@ absl::StatusOr<RegionId> MemberMemory::RegisterVmm(const Token& token, const Pee
   }
   std::shared_ptr<const UniqueFd> kept;
   if (keep) {
-    REFITD_ASSIGN_OR_RETURN(UniqueFd copy, Duplicate(fd));
+    REFITD_ASSIGN_OR_RETURN(UniqueFd copy, DuplicateOf(fd));
     kept = std::make_shared<const UniqueFd>(std::move(copy));
   }
   REFITD_ASSIGN_OR_RETURN(

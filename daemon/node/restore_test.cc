@@ -179,8 +179,7 @@ TEST_CASE("a rank that takes the place of a dead one is clean at its version, wi
   for (int version = 1; version <= flips; ++version) {
     world.Install(version, static_cast<char>('a' + version), engine);
   }
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
 
   const Child second;
   const Attached again = world.Attach(second.process(), /*restores=*/true);
@@ -200,6 +199,11 @@ TEST_CASE("a rank that takes the place of a dead one is clean at its version, wi
   CHECK(registered->kept);
   CHECK(world.VersionOf() == Version(flips));
   CHECK(again.inbox->All<SendFlip>().empty());
+  // Kills the process, whose arenas are then kept.
+  void Lose(Child* process) {
+    process->Kill();
+    REQUIRE(Eventually([this] { return kept() == 1; }));
+  }
   // What was kept is the rank's own now.
   CHECK(world.kept() == 0);
   CHECK(absl::IsFailedPrecondition(world.Side(again, 0).status()));
@@ -231,14 +235,12 @@ TEST_CASE(
   World world;
   Child first;
   world.Install(1, 'a', world.Serve(first.process()));
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   Child second;
   const Attached engine = world.Attach(second.process(), /*restores=*/true);
   CHECK(world.kept() == 0);
   CHECK(world.Side(engine, 1).ok());
-  second.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&second);
   const Child third;
   const auto registered = world.TakeUp(world.Attach(third.process(), /*restores=*/true));
   REQUIRE(registered.ok());
@@ -257,8 +259,7 @@ TEST_CASE("killed while a version is staged, or in its flip, a rank leaves the v
   } else {
     REQUIRE(world.parts.Begin(world.trainer, 2).status().ok());
   }
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   REQUIRE(Eventually(
       [&] { return world.parts.operators().Group("g")->machine.group.instances.empty(); }));
   const Child second;
@@ -274,8 +275,7 @@ TEST_CASE("memory that a dead rank has changed, or that gets other names, holds 
   world.Install(1, 'a', world.Serve(first.process()));
   const bool renamed = GENERATE(false, true);
   if (!renamed) world.back.data()[3] = 'x';  // the front, after one flip
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   const Attached again = world.Attach(second.process(), /*restores=*/true);
   const std::string tensor = renamed ? "v" : "w";
@@ -306,8 +306,7 @@ TEST_CASE("what was kept holds its version no more once another layout was regis
   World world;
   Child first;
   world.Install(1, 'a', world.Serve(first.process()));
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   const Attached again = world.Attach(second.process(), /*restores=*/true);
   const RegionId front = world.Share(again, world.Side(again, 0)->fd);
@@ -344,8 +343,7 @@ TEST_CASE("a rank that has to copy its regions to the backs has no layout meanwh
     return;
   }
   // The rank's front still holds the version.
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   const auto registered = world.TakeUp(world.Attach(second.process(), /*restores=*/true));
   REQUIRE(registered.ok());
@@ -393,8 +391,7 @@ TEST_CASE("a rank of another user is refused by name, and nothing changes") {
   World world;
   Child first;
   world.Install(1, 'a', world.Serve(first.process()));
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   PeerCredentials stranger = second.process();
   stranger.uid = first.process().uid + 1;
@@ -423,8 +420,7 @@ TEST_CASE("a process that runs still keeps its arenas, and one of another world 
     CHECK(world.Attach(first.process(), true).inbox->welcome().kept.has_value());
   }
   SECTION("another world") {
-    first.Kill();
-    REQUIRE(Eventually([&] { return world.kept() == 1; }));
+    world.Lose(&first);
     CHECK_FALSE(world.Attach(second.process(), true, 2).inbox->welcome().kept.has_value());
   }
   CHECK(world.kept() == 0);  // the place is taken
@@ -472,8 +468,7 @@ TEST_CASE("kept arenas give way to memory that a member shares") {
   World world(kDefaultKeepSeconds, options);
   Child first;
   world.Install(1, 'a', world.Serve(first.process()));
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   const Attached other = world.Attach(second.process(), false, 1, "other");
   CHECK(world.kept() == 1);

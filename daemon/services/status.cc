@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "daemon/link/hello.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/process/process_stats.h"
 #include "daemon/process/version.h"
 #include "proto/convert.h"
@@ -197,18 +198,6 @@ v1::BucketStatistics ToProto(const BucketRecord& record) {
 
 }  // namespace
 
-v1::InstanceResult ToProto(const InstanceOutcome& outcome) {
-  v1::InstanceResult result;
-  result.set_instance(outcome.instance);
-  result.set_committed(outcome.committed);
-  result.set_reason(CleanText(outcome.reason, kMaxStatusTextBytes));
-  SetFailure(outcome.failure, &result);
-  result.set_shadowed(outcome.shadowed);
-  result.set_flipped_back(outcome.flipped_back);
-  if (outcome.pause.has_value()) result.set_pause_seconds(Seconds(*outcome.pause));
-  return result;
-}
-
 v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   v1::UpdateStatus status;
   status.set_group(group);
@@ -235,7 +224,7 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   status.set_remaining_ms(ToMillis(update.remaining));
   status.set_waits_for(CleanText(update.waits_for, kMaxStatusTextBytes));
   for (const InstanceOutcome& outcome : update.instances) {
-    *status.add_instances() = ToProto(outcome);
+    Fill(outcome, status.add_instances());
   }
   return status;
 }

@@ -534,7 +534,7 @@ class VmmTwoSided final : public TwoSided {
     const size_t side = back ? 1 - front_ : front_;
     const UniqueFd& imported = parts_.descriptors[side];
     if (!imported.valid()) return Export(parts_.driver.api(), parts_.sides[side].handle);
-    UniqueFd copy(fcntl(imported.get(), F_DUPFD_CLOEXEC, 0));
+    UniqueFd copy = Duplicate(imported.get());
     if (!copy.valid()) return ErrnoError(errno, "sharing a side");
     return copy;
   }

@@ -572,9 +572,7 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
   int exported = -1;
   fake.ExportVmm(0, 2 * kMiB, &exported);
   const UniqueFd fd(exported);
-  const auto import = [&] {
-    return memory->ImportDescriptor(0, UniqueFd(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)), 2 * kMiB);
-  };
+  const auto import = [&] { return memory->ImportDescriptor(0, Duplicate(fd.get()), 2 * kMiB); };
   using Held = std::shared_ptr<const void>;
   struct Case {
     const char* call;
