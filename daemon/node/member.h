@@ -55,6 +55,7 @@ struct RegionRecord {
   bool on_device = false;
   // The member's descriptor, if the daemon was asked to keep it; null: it was closed.
   std::shared_ptr<const UniqueFd> descriptor{};
+  bool pinned = false;  // with on_device: host memory that the device reads and writes
   // The same string for all regions of the same memory: the memfd's device and inode, or the
   // block's address. (A VMM allocation that is registered twice is mapped twice and not
   // recognised.)

@@ -176,6 +176,7 @@ v1::ArenaStatus ToProto(const ArenaDetails& details) {
   arena.set_device(details.device);
   arena.set_front_bytes(details.front_bytes);
   arena.set_back_bytes(details.back_bytes);
+  arena.set_flip(details.copies ? "host" : "remap");
   if (!details.kept.has_value()) return arena;
   arena.set_kept(true);
   arena.set_version(details.kept->version.value());

@@ -311,7 +311,7 @@ class Conversation {
   void CheckReply(const DescriptorInput::Message* to, const DescriptorReply& reply,
                   const std::vector<UniqueFd>& got) {
     REFITD_CHECK(reply.magic == kDescriptorMagic && reply.version == kDescriptorWireVersion);
-    REFITD_CHECK(reply.code <= 16 && reply.reserved == 0);
+    REFITD_CHECK(reply.code <= 16);
     const size_t length = strnlen(reply.message, sizeof(reply.message));
     REFITD_CHECK(length < sizeof(reply.message) && (length == 0) == (reply.code == 0));
     if (reply.code != 0) REFITD_CHECK(got.empty());
