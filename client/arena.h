@@ -51,11 +51,14 @@ class Arena {
 
  private:
   friend class ArenaRegion;
-  Arena(std::unique_ptr<TwoSided> memory, const ConnectOptions& options, SidesIn in);
+  // `fresh`: no engine has had it.
+  Arena(std::unique_ptr<TwoSided> memory, const ConnectOptions& options, SidesIn in, bool fresh);
 
   const std::unique_ptr<TwoSided> memory_;
   const RegionKind kind_;            // of its sides
-  std::atomic<bool> taken_ = false;  // by an ArenaRegion, which alone may use memory_ then
+  std::atomic<bool> taken_ = false;  // by an ArenaRegion, which alone may use the others then
+  // Whether no daemon has been given a layout over it, whose copies may still run.
+  bool fresh_;
 };
 
 }  // namespace refitd::client
