@@ -143,6 +143,13 @@ UnnamedBytes UnnamedIn(const Layout& layout,
   return unnamed;
 }
 
+int64_t BytesOf(const UnnamedBytes& unnamed) {
+  int64_t ranges = 0;
+  if (unnamed == nullptr) return 0;
+  for (const std::vector<ByteRange>& of : *unnamed) ranges += static_cast<int64_t>(of.size());
+  return ranges * static_cast<int64_t>(sizeof(ByteRange));
+}
+
 void CompareSides(Transport* transport, std::vector<ComparedSides> sides, const std::string& label,
                   std::function<void(absl::Status)> done) {
   const auto chunks = std::make_shared<const std::vector<Chunk>>(ChunksOf(sides));

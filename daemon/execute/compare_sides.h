@@ -26,7 +26,7 @@ struct ByteRange {
 
 // The most runs of bytes that a layout's pieces are divided into. Of pieces beyond, what lies
 // between their rows counts as named.
-inline constexpr int64_t kMaxNamedRuns = 1 << 22;
+inline constexpr int64_t kMaxNamedRuns = 1 << 20;
 
 // By entry of Layout::backs: the bytes of the region that no piece names, ascending, as few ranges
 // as there can be. Null: none.
@@ -34,6 +34,9 @@ using UnnamedBytes = std::shared_ptr<const std::vector<std::vector<ByteRange>>>;
 // The layout must be valid; `region_bytes` gives the size of its regions.
 UnnamedBytes UnnamedIn(const Layout& layout,
                        const std::function<std::optional<int64_t>(RegionId)>& region_bytes);
+
+// The memory that they take.
+int64_t BytesOf(const UnnamedBytes& unnamed);
 
 // Both sides of an arena, of equal size, and what is to be compared.
 struct ComparedSides {

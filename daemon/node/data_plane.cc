@@ -170,7 +170,8 @@ std::vector<DataPlane::OfDestination> DataPlane::SidesToCompare(const GroupRecor
   if (!compare_sides_) return found;
   for (uint32_t d = 0; d < verify.destinations.size(); ++d) {
     const MemberRecord* const member = state_.members->Find(verify.destinations[d]);
-    if (verify.skip_destination[d] || member == nullptr || member->layout == nullptr) continue;
+    const bool skipped = d < verify.skip_destination.size() && verify.skip_destination[d];
+    if (skipped || member == nullptr || member->layout == nullptr) continue;
     std::vector<ComparedSides> sides = member->SidesOf(*member->layout, member->unnamed);
     if (sides.empty()) continue;
     found.push_back({d, MemoryOf(group).LabelOf(member->id), std::move(sides)});

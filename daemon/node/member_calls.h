@@ -132,8 +132,9 @@ class MemberCalls {
     bool engine = false;
     std::shared_ptr<const Layout> layout;
     LayoutReply reply;
-    UnnamedBytes unnamed;   // MemberRecord::unnamed
-    bool compared = false;  // the sides of its arenas are equal there
+    RegisteredLayout registered;  // the answer
+    UnnamedBytes unnamed;         // MemberRecord::unnamed
+    bool compared = false;        // the sides of its arenas are equal there
   };
   absl::StatusOr<std::shared_ptr<const Layout>> CheckLayout(const Caller& caller, bool engine,
                                                             Layout layout, ByteLedger::Hold hold,

@@ -95,6 +95,7 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
                         pair.back, pair.region);
   }
   *unnamed = UnnamedIn(layout, region_bytes);
+  REFITD_RETURN_IF_ERROR(hold.GrowBy(BytesOf(*unnamed)));
   return Counted(std::move(layout), std::move(hold));
 }
 
@@ -149,8 +150,11 @@ void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine,
     if (engine) LayoutRefused(caller, checked.status());
     return reply(checked.status());
   }
-  HandLayout({call, caller, engine, *std::move(checked), std::move(reply), std::move(unnamed)},
-             std::nullopt);
+  const RegisteredLayout registered{
+      (*checked)->Digest(), static_cast<int64_t>((*checked)->pieces.size()), (*checked)->Bytes()};
+  HandLayout(
+      {call, caller, engine, *std::move(checked), std::move(reply), registered, std::move(unnamed)},
+      std::nullopt);
 }
 
 // Copies of an earlier lease of the rank, or of its process, may still write to memory that this
@@ -177,8 +181,7 @@ bool MemberCalls::AwaitEarlierLeases(const MemberRecord& member, const Registeri
 // Gives the layout to the group, once the sides of its arenas were compared where it names nothing.
 // If the rank claims a version, its memory was read before: `content`.
 void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
-  RegisteredLayout registered{r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()),
-                              r.layout->Bytes()};
+  RegisteredLayout& registered = r.registered;
   StateLock lock(&state_.mutex);
   const absl::StatusOr<MemberRecord*> member = AdmitLayout(r.caller, r.engine, *r.layout);
   absl::Status status = member.status();
