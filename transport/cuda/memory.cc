@@ -419,11 +419,22 @@ class PinnedRegion final : public DeviceRegion {
   // The destructor of file_, which comes after this, unpins and unmaps it.
   ~PinnedRegion() override { index_->Remove(this); }
 
-  absl::StatusOr<char*> On(int on) const override { return file_->On(on); }
+  absl::StatusOr<char*> On(int on) const override {
+    if (on == device()) return data();
+    MutexLock lock(&mutex_);
+    const auto it = others_.find(on);
+    if (it != others_.end()) return it->second;
+    REFITD_ASSIGN_OR_RETURN(char* const address, file_->On(on));
+    others_[on] = address;
+    return address;
+  }
 
  private:
   const std::shared_ptr<RegionIndex> index_;
   const std::unique_ptr<const PinnedFile> file_;
+  mutable Mutex mutex_;
+  mutable std::map<int, char*> others_
+      ABSL_GUARDED_BY(mutex_);  // asked for once: On is called often
 };
 
 // ---- buffers ----
