@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "client/types.h"
+#include "transport/host/descriptor_format.h"
 #include "transport/two_sided.h"
 
 namespace refitd::client {
@@ -19,14 +20,16 @@ namespace refitd::client {
 class Arena {
  public:
   // Makes an arena on `options.device`, whose driver is `options.cuda_library`; no daemon is asked.
-  // Takes twice the bytes, on a GPU rounded up to its granularity. INVALID_ARGUMENT,
-  // RESOURCE_EXHAUSTED: `bytes`; UNAVAILABLE: no driver, no GPU, or built without CUDA;
-  // FAILED_PRECONDITION: the GPU is not among those that this process sees.
-  static absl::StatusOr<std::shared_ptr<Arena>> Make(int64_t bytes, const ConnectOptions& options);
+  // Takes twice the bytes there, on a GPU rounded up to its granularity. With sides in host memory
+  // it takes the bytes once on the GPU and twice in host memory, and a flip copies them.
+  // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: `bytes`; UNAVAILABLE: no driver, no GPU, or built without
+  // CUDA; FAILED_PRECONDITION: the GPU is not among those that this process sees.
+  static absl::StatusOr<std::shared_ptr<Arena>> Make(int64_t bytes, const ConnectOptions& options,
+                                                     SidesIn in = SidesIn::kDevice);
 
-  // Opens an arena that another process made. It is read-only until a layout over it
-  // is registered (Engine::TakeKept). Errors as of Make; INVALID_ARGUMENT: `sides` are other
-  // memory.
+  // Opens an arena that another process made. It must not be written until a layout over it is
+  // registered (Engine::TakeKept); with sides in its memory it is read-only until then. Errors as
+  // of Make; INVALID_ARGUMENT: `sides` are other memory.
   static absl::StatusOr<std::shared_ptr<Arena>> Open(SharedSides sides,
                                                      const ConnectOptions& options);
 
@@ -34,6 +37,10 @@ class Arena {
   // process there.
   char* data() const { return memory_->data(); }
   int64_t bytes() const { return memory_->bytes(); }
+  // Where the sides of a GPU's arena lie.
+  SidesIn sides_in() const {
+    return kind_ == RegionKind::kPinned ? SidesIn::kHost : SidesIn::kDevice;
+  }
 
   // The other side at another address, until UnmapBack: between PREPARE with `flip` and Ready it
   // holds the version that was staged, to be read by the thread that calls Ready. An update that
@@ -44,12 +51,14 @@ class Arena {
 
  private:
   friend class ArenaRegion;
-  Arena(std::unique_ptr<TwoSided> memory, bool on_device)
-      : memory_(std::move(memory)), on_device_(on_device) {}
+  // `fresh`: no engine has had it.
+  Arena(std::unique_ptr<TwoSided> memory, const ConnectOptions& options, SidesIn in, bool fresh);
 
   const std::unique_ptr<TwoSided> memory_;
-  const bool on_device_;
-  std::atomic<bool> taken_ = false;  // by an ArenaRegion, which alone may use memory_ then
+  const RegionKind kind_;            // of its sides
+  std::atomic<bool> taken_ = false;  // by an ArenaRegion, which alone may use the others then
+  // Whether no daemon has been given a layout over it, whose copies may still run.
+  bool fresh_;
 };
 
 }  // namespace refitd::client

@@ -10,7 +10,7 @@ absl::StatusOr<std::shared_ptr<Region>> ArenaRegion::Share(bool back, bool keep)
   source.bytes = bytes();
   source.keep = keep;
   REFITD_ASSIGN_OR_RETURN(source.fd, arena_->memory_->Share(back));
-  if (arena_->on_device_) source.kind = RegionKind::kDevice;
+  source.kind = arena_->kind_;
   return regions_->Add(std::move(source));
 }
 

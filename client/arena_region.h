@@ -29,6 +29,8 @@ class ArenaRegion final : public Region {
   RegionId id() const override { return front_->id(); }
   RegionBack pair() const { return {front_->id(), back_->id()}; }
 
+  // Whether no daemon was given a layout over it before. Later calls return false.
+  bool TakeFresh() { return std::exchange(arena_->fresh_, false); }
   absl::Status CopyToBack() { return arena_->memory_->CopyToBack(); }
   absl::Status AllowWrites() { return arena_->memory_->AllowWrites(); }
   // Exchanges the sides. A later daemon is given the side that is mapped as the front; the present

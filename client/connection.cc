@@ -327,9 +327,11 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
     request.bytes = source.bytes;
     request.region_id = source.address;
     request.keep = source.keep ? 1 : 0;
-    const Duration extra = source.on_device()
-                               ? kDeviceLimit
-                               : std::chrono::seconds(source.bytes / kPopulateBytesPerSecond);
+    Duration extra{};
+    if (source.on_device()) extra += kDeviceLimit;
+    if (source.kind != RegionKind::kDevice) {
+      extra += std::chrono::seconds(source.bytes / kPopulateBytesPerSecond);
+    }
     REFITD_ASSIGN_OR_RETURN(
         const DescriptorAnswer answer,
         descriptors_->Ask(request, source.fd.get(), After(call_margin_ + extra), stop));
@@ -445,6 +447,7 @@ absl::StatusOr<SharedSides> Connection::TakeKept(int index) {
     }
     (back ? sides.back : sides.front) = std::move(answer.fd);
     sides.bytes = answer.reply.bytes;
+    sides.in = answer.reply.region_kind == RegionKind::kPinned ? SidesIn::kHost : SidesIn::kDevice;
   }
   return sides;
 }

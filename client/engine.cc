@@ -30,12 +30,11 @@ constexpr size_t kMaxReasonBytes = 512;  // Failed.reason
 constexpr int kLeaseShift = 48;
 constexpr uint64_t kUpdateMask = (uint64_t{1} << kLeaseShift) - 1;
 
-// One lease. Immutable after Attach, except `flips` and `has_layout`.
+// One lease. Immutable after Attach, except `flips`.
 struct EngineLease : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   uint64_t number = 0;          // counts this engine's leases
   std::optional<Version> held;  // the version that the hello named
   uint64_t flips = 0;           // commits that exchanged the sides of arenas; under mutex_
-  bool has_layout = false;      // the daemon may have a layout of the rank; under mutex_
 
   UpdateId Update(uint64_t update) const {
     return UpdateId((update & kUpdateMask) | number << kLeaseShift);
@@ -117,7 +116,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // kept for this lease.
   void TakeIn(const EngineLease& session, Arenas arenas, bool kept)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Registers the layout with that lease. `withdraws`: the lease has a layout, which may be in use.
+  // Registers the layout with that lease. `withdraws`: an earlier layout may be in use, of this
+  // lease or of one that has ended.
   absl::Status Register(EngineLease* session, const Layout& layout, Arenas arenas, bool withdraws)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   absl::Status AnswerReady(Version version);
@@ -258,8 +258,7 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
                          });
 }
 
-void EngineImpl::TakeOver(EngineLease* session, uint64_t generation) {
-  session->has_layout = generation != 0;
+void EngineImpl::TakeOver(EngineLease* session, uint64_t /*generation*/) {
   if (state_.has_outstanding()) {
     if (auto pool = lease_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
   }
@@ -328,6 +327,9 @@ absl::Status EngineImpl::Register(Layout layout) {
     MutexLock lock(&register_mutex_);
     Arenas arenas = ArenasOf(&layout);
     bool withdraws = false;
+    for (const std::shared_ptr<ArenaRegion>& arena : arenas) {
+      withdraws = !arena->TakeFresh() || withdraws;
+    }
     {
       MutexLock state_lock(&mutex_);
       // P2: an abort goes back to the other sides. Ready waits for this call's end, so that none is
@@ -338,7 +340,6 @@ absl::Status EngineImpl::Register(Layout layout) {
       }
       session = lease_;
       layout.flips = session->flips;
-      withdraws = std::exchange(session->has_layout, true) && !arenas.empty();
     }
     status = session->stream->status();
     if (status.ok()) status = Register(session.get(), layout, std::move(arenas), withdraws);
@@ -352,7 +353,8 @@ absl::Status EngineImpl::Register(Layout layout) {
 }
 
 // The daemon must not write to the backs from the copies on, until it has the layout: what an
-// update wrote there and did not commit would stay where the layout names nothing.
+// update wrote there and did not commit would stay where the layout names nothing. That is true of
+// a lease that has ended too, whose copies may still run.
 absl::Status EngineImpl::Register(EngineLease* session, const Layout& layout, Arenas arenas,
                                   bool withdraws) {
   const auto upload = [&](const Layout& sent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_) {

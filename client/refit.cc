@@ -1,7 +1,5 @@
 #include "client/refit.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -268,22 +266,22 @@ absl::Status AddCudaBlock(Member* member, const void* ipc_handle, int64_t bytes,
 }
 
 // Duplicates a descriptor, because the caller keeps owning its own.
-absl::StatusOr<refitd::UniqueFd> Duplicate(int descriptor) {
-  refitd::UniqueFd own(fcntl(descriptor, F_DUPFD_CLOEXEC, 0));
+absl::StatusOr<refitd::UniqueFd> DuplicateOf(int descriptor) {
+  refitd::UniqueFd own = refitd::Duplicate(descriptor);
   if (own.valid()) return own;
   return InvalidField("descriptor", "descriptor is {}: {}", descriptor, std::strerror(errno));
 }
 
 template <typename Member>
 absl::Status AddMemfd(Member* member, int descriptor, int64_t bytes, refit_region** region) {
-  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
+  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, DuplicateOf(descriptor));
   return Give(member->AddMemfd(std::move(own), bytes), &refit_region::region, region);
 }
 
 template <typename Member>
 absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, uint64_t address,
                         refit_region** region) {
-  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, Duplicate(descriptor));
+  REFITD_ASSIGN_OR_RETURN(refitd::UniqueFd own, DuplicateOf(descriptor));
   return Give(member->AddCudaRegion(std::move(own), bytes, address), &refit_region::region, region);
 }
 
@@ -513,11 +511,16 @@ int64_t refit_region_bytes(const refit_region* region) {
 
 void refit_region_free(refit_region* region) { delete region; }
 
-refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes,
+refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes, int32_t back,
                              refit_arena** arena) {
   return Guarded({{connect, "connect"}, {arena, "arena"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(const client::ConnectOptions options, ConnectOf(connect));
-    return Give(client::Arena::Make(bytes, options), &refit_arena::arena, arena);
+    if (back != REFIT_BACK_DEVICE && back != REFIT_BACK_HOST) {
+      return InvalidField("back", "back is {}", back);
+    }
+    const refitd::SidesIn in =
+        back == REFIT_BACK_HOST ? refitd::SidesIn::kHost : refitd::SidesIn::kDevice;
+    return Give(client::Arena::Make(bytes, options, in), &refit_arena::arena, arena);
   });
 }
 
@@ -527,6 +530,11 @@ char* refit_arena_data(const refit_arena* arena) {
 
 int64_t refit_arena_bytes(const refit_arena* arena) {
   return arena == nullptr ? 0 : arena->arena->bytes();
+}
+
+int32_t refit_arena_back(const refit_arena* arena) {
+  const bool host = arena != nullptr && arena->arena->sides_in() == refitd::SidesIn::kHost;
+  return host ? REFIT_BACK_HOST : REFIT_BACK_DEVICE;
 }
 
 refit_status refit_arena_map_back(const refit_arena* arena, char** data) {

@@ -291,13 +291,21 @@ void refit_region_free(refit_region* region);
  * after the other. The memory stays until the arena and the regions that were made of it are freed.
  */
 
+/* Where versions of a GPU's arena are written; an arena in host memory is the same with both. */
+enum {
+  REFIT_BACK_DEVICE = 0, /* on the GPU: a flip exchanges mappings, in milliseconds */
+  REFIT_BACK_HOST = 1    /* in pinned host memory: a flip copies the version to the GPU over PCIe */
+};
+
 /* Makes an arena on connect->device, whose driver is connect->cuda_library; the other fields are
- * not read, and no daemon is asked. Takes twice the bytes, on a GPU rounded up. */
-refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes,
+ * not read, and no daemon is asked. `back`: one of REFIT_BACK_*. Takes twice the bytes, on a GPU
+ * rounded up; with REFIT_BACK_HOST once on the GPU and twice in host memory. */
+refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes, int32_t back,
                              refit_arena** arena);
 /* Where the weights are read (on a GPU an address of this process there). NULL for NULL. */
 char* refit_arena_data(const refit_arena* arena);
 int64_t refit_arena_bytes(const refit_arena* arena); /* of each side; 0 for NULL */
+int32_t refit_arena_back(const refit_arena* arena);  /* one of REFIT_BACK_* */
 /* The other side at another address, until refit_arena_unmap_back(): between PREPARE with `flip`
  * and refit_engine_ready() it holds the version that was staged, to be read by the thread that
  * calls refit_engine_ready(). An update that ends meanwhile leaves what it holds unknown. A GPU's

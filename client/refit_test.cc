@@ -58,7 +58,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_trainer_new_region(nullptr, 1, &region),
       refit_trainer_add_memfd(nullptr, 0, 1, &region),
       refit_engine_add_memfd(nullptr, 0, 1, &region),
-      refit_arena_new(nullptr, 1, &arena),
+      refit_arena_new(nullptr, 1, REFIT_BACK_DEVICE, &arena),
       refit_arena_map_back(nullptr, &data),
       refit_engine_add_arena(nullptr, arena, &region),
       refit_engine_take_kept(nullptr, 0, &arena),
@@ -129,6 +129,7 @@ TEST_CASE("null handles can be freed and asked for their values") {
   refit_arena_unmap_back(nullptr);
   CHECK(refit_arena_data(nullptr) == nullptr);
   CHECK(refit_arena_bytes(nullptr) == 0);
+  CHECK(refit_arena_back(nullptr) == REFIT_BACK_DEVICE);
   CHECK(refit_region_data(nullptr) == nullptr);
   CHECK(refit_region_bytes(nullptr) == 0);
   CHECK(refit_slot_data(nullptr) == nullptr);

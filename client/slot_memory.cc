@@ -114,12 +114,12 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, in
   return Prefixed(mapped.status(), "mapping the staging slots of GPU {}", device);
 }
 
-absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes,
-                                                       const ConnectOptions& options) {
+absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes, const ConnectOptions& options,
+                                                       SidesIn in) {
   if (!OnDevice(options.device)) return MakeHostTwoSided(bytes);
   REFITD_ASSIGN_OR_RETURN(const std::shared_ptr<CudaMemory> cuda, LoadCuda(options.cuda_library));
   REFITD_ASSIGN_OR_RETURN(const int ordinal, cuda->DeviceOf(options.device));
-  return cuda->MakeTwoSided(ordinal, bytes);
+  return cuda->MakeTwoSided(ordinal, bytes, in);
 }
 
 absl::StatusOr<std::unique_ptr<TwoSided>> OpenTwoSided(SharedSides sides,

@@ -67,8 +67,8 @@ absl::StatusOr<std::shared_ptr<const SlotMemory>> MapDeviceSlots(UniqueFd fd, in
 
 // Makes two-sided memory on the device of the options. Errors as of MapDeviceSlots;
 // INVALID_ARGUMENT, RESOURCE_EXHAUSTED: `bytes`.
-absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes,
-                                                       const ConnectOptions& options);
+absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int64_t bytes, const ConnectOptions& options,
+                                                       SidesIn in);
 // Opens such memory of another process. Errors as of MapDeviceSlots; INVALID_ARGUMENT: the
 // descriptors are of other memory.
 absl::StatusOr<std::unique_ptr<TwoSided>> OpenTwoSided(SharedSides sides,

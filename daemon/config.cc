@@ -153,6 +153,8 @@ constexpr std::array kSettings = {
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
     Setting{"catch-ups", "catch_ups",
             "late instances get the version from clean ones, true or false"},
+    Setting{"compare-sides", "compare_sides",
+            "arenas' sides are compared behind each read-back, true or false"},
 };
 
 constexpr bool IsNamedAsField(const Setting& setting) {

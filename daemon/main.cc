@@ -117,6 +117,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.group.compare_every = limits.compare_every();
   options.group.default_verification = static_cast<Verification>(config.default_verification());
   options.group.catch_ups = config.catch_ups();
+  options.compare_sides = config.compare_sides();
   options.default_slot_bytes = config.staging().slot_bytes();
   options.default_slots = config.staging().slots();
   options.max_pool_bytes = config.staging().max_pool_bytes();

@@ -77,6 +77,12 @@ class DeviceMemory {
   virtual absl::StatusOr<std::shared_ptr<const DeviceRegion>> ImportDescriptor(int device,
                                                                                UniqueFd fd,
                                                                                int64_t bytes) = 0;
+  // Maps `bytes` of another process's sealed memfd as host memory that all devices read and write,
+  // and that counts as memory of `device`. Makes pages where there are none. Errors as of
+  // HostRegion::Map; FAILED_PRECONDITION, RESOURCE_EXHAUSTED: the driver refuses it.
+  virtual absl::StatusOr<std::shared_ptr<const DeviceRegion>> PinHost(int device,
+                                                                      const UniqueFd& fd,
+                                                                      int64_t bytes) = 0;
   // Makes new memory on `device`: `bytes`, rounded up to the driver's granularity, all zeros,
   // accessible to every device that can reach `device`. INVALID_ARGUMENT: `bytes` is not between 1
   // and the device's memory; RESOURCE_EXHAUSTED: too little memory is free; DEADLINE_EXCEEDED: a

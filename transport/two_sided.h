@@ -1,6 +1,8 @@
-// Memory of which one side is mapped at an address that never changes, while the other side waits
-// to be written by other processes. Flip exchanges the two, whatever the size, in microseconds on
-// the host and in milliseconds on a GPU: only mappings change.
+// Memory with two sides: data() shows the one at an address that never changes, while the other
+// waits to be written by other processes. Flip exchanges the two. Where it only changes mappings,
+// that takes microseconds on the host and milliseconds on a GPU, whatever the size. A GPU without
+// room for two sides has them in host memory, and its own memory at data() holds a copy of the one
+// that it shows: then a flip copies the other side there.
 //
 // Used by one thread at a time.
 #ifndef REFITD_TRANSPORT_TWO_SIDED_H_
@@ -14,11 +16,16 @@
 
 namespace refitd {
 
+// Where the sides of a device's memory lie. kHost: in sealed memfds, which the device reads and
+// writes. Host memory has its sides in memfds, whatever this says.
+enum class SidesIn : uint8_t { kDevice, kHost };
+
 // Descriptors of the sides of two-sided memory that another process made.
 struct SharedSides {
   UniqueFd front;
   UniqueFd back;
   int64_t bytes = 0;  // of each
+  SidesIn in = SidesIn::kDevice;
 };
 
 class TwoSided {
@@ -27,17 +34,18 @@ class TwoSided {
   TwoSided(const TwoSided&) = delete;
   TwoSided& operator=(const TwoSided&) = delete;
 
-  // Of the side that is mapped; on a device an address of that device.
+  // Of the side that is shown; on a device an address of that device.
   char* data() const { return data_; }
   // Of each side. On a device a multiple of the driver's granularity.
   int64_t bytes() const { return bytes_; }
   // A new descriptor of a side, by which other processes map it.
   virtual absl::StatusOr<UniqueFd> Share(bool back) const = 0;
   // Makes data() writable; has no effect if it is. Memory that was opened by descriptors of another
-  // process is read-only until then, and must not be flipped before.
+  // process must not be written before, nor be flipped. Only a copy of a side (SidesIn::kHost) is
+  // writable all the time; what is written there reaches the sides by CopyToBack.
   virtual absl::Status AllowWrites() = 0;
-  // Makes the other side equal to the mapped one, on which all work must have ended. Waits until
-  // the bytes are there.
+  // Makes both sides equal to what data() shows, on which all work must have ended. Waits until the
+  // bytes are there.
   virtual absl::Status CopyToBack() = 0;
   // Maps the other side at another address, to be read until UnmapBack; neither CopyToBack nor Flip
   // may come in between. Returns the address, on a device one of that device. FAILED_PRECONDITION:
@@ -45,9 +53,9 @@ class TwoSided {
   virtual absl::StatusOr<char*> MapBack() = 0;
   // All work on that mapping must have ended. Has no effect where there is none.
   virtual void UnmapBack() = 0;
-  // The other side is mapped at data() from now on. Nothing may read or write there meanwhile, and
-  // a device's work must have ended. DATA_LOSS: neither side is mapped any more; other errors:
-  // nothing has changed.
+  // data() shows the other side from now on. Nothing may read or write there meanwhile, and a
+  // device's work must have ended. DATA_LOSS: it shows neither side any more; other errors: nothing
+  // has changed.
   virtual absl::Status Flip() = 0;
 
  protected:

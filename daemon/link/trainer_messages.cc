@@ -294,6 +294,18 @@ void Fill(const BucketReply& reply, v1::PushBucketResponse* response) {
   response->set_bytes(reply.bytes);
 }
 
+void Fill(const InstanceOutcome& outcome, v1::InstanceResult* result) {
+  result->set_instance(outcome.instance);
+  result->set_committed(outcome.committed);
+  result->set_reason(TextToProto(outcome.reason));
+  SetFailure(outcome.failure, result);
+  result->set_shadowed(outcome.shadowed);
+  result->set_flipped_back(outcome.flipped_back);
+  if (outcome.pause.has_value()) {
+    result->set_pause_seconds(std::chrono::duration<double>(*outcome.pause).count());
+  }
+}
+
 void Fill(const CommitReply& reply, v1::CommitResponse* response) {
   response->set_version(reply.version.value());
   response->set_bytes(reply.bytes);
@@ -304,16 +316,7 @@ void Fill(const CommitReply& reply, v1::CommitResponse* response) {
   for (const std::string& name : reply.left_out.names) response->add_left_out(name);
   if (reply.content.has_value()) response->set_content_version(reply.content->value());
   for (const InstanceOutcome& outcome : reply.instances) {
-    v1::InstanceResult* result = response->add_instances();
-    result->set_instance(outcome.instance);
-    result->set_committed(outcome.committed);
-    result->set_reason(TextToProto(outcome.reason));
-    SetFailure(outcome.failure, result);
-    result->set_shadowed(outcome.shadowed);
-    result->set_flipped_back(outcome.flipped_back);
-    if (outcome.pause.has_value()) {
-      result->set_pause_seconds(std::chrono::duration<double>(*outcome.pause).count());
-    }
+    Fill(outcome, response->add_instances());
   }
   for (const BroadcastTotals& totals : reply.pushed) {
     *response->add_pushed() = BroadcastTotalsToProto(totals.method, totals.bytes, totals.buckets);

@@ -44,6 +44,7 @@ absl::StatusOr<TrainerCall> TrainerCallOf(const v1::PeerCall& message, const Pee
 void Fill(const BeginReply& reply, v1::BeginResponse* response);
 void Fill(const LeaseSlotReply& reply, v1::LeaseSlotResponse* response);
 void Fill(const BucketReply& reply, v1::PushBucketResponse* response);
+void Fill(const InstanceOutcome& outcome, v1::InstanceResult* result);
 void Fill(const CommitReply& reply, v1::CommitResponse* response);
 
 }  // namespace refitd

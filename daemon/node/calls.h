@@ -22,6 +22,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/execute/compare_sides.h"
 #include "daemon/group/bucket.h"
 #include "daemon/group/group.h"
 #include "transport/base/ids.h"
@@ -45,6 +46,7 @@ class Calls {
     std::shared_ptr<const Layout> layout;
     uint64_t digest = 0;                // of its structure
     std::optional<uint64_t> content{};  // LayoutRegistered::content; nullopt: not read
+    UnnamedBytes unnamed{};             // MemberRecord::unnamed
   };
   struct Call {
     std::string group;

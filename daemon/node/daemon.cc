@@ -36,7 +36,8 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
               .wire = std::move(wire),
               .device_wire = options.devices.wire,
               .no_device_wire = options.devices.no_wire,
-              .observer = options.observer},
+              .observer = options.observer,
+              .compare_sides = options.compare_sides},
              processes,
              {.dispatch =
                   [this](StateLock& lock, const std::string& group, MachineEvent& event) {

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -19,6 +21,7 @@ DataPlane::DataPlane(Options options, StateMutex* mutex, const State& state)
       state_(state),
       no_device_wire_(std::move(options.no_device_wire)),
       observer_(options.observer),
+      compare_sides_(options.compare_sides),
       executor_(options.transport.get()),
       transport_(std::move(options.transport)),
       wire_(std::move(options.wire)),
@@ -152,12 +155,55 @@ void DataPlane::Start(GroupRecord* group, const StartVerify& verify, StateLock& 
     lock.Post(name, PeerEvent(VerifyDone{verify.update, absl::OkStatus(), {}}));
     return;
   }
-  const auto done = [this, name](const VerifyDone& d) {
-    StateLock lock(&mutex_, StateLock::Order::kAhead);
-    lock.Handle(name, PeerEvent(d));
+  const auto arenas =
+      std::make_shared<const std::vector<OfDestination>>(SidesToCompare(*group, verify));
+  const auto done = [this, name, arenas](const VerifyDone& d) {
+    CompareThenReport(name, d, arenas, 0);
   };
   const absl::Status status = executor_.Start(verify, MemoryOf(*group), done);
   if (!status.ok()) lock.Post(name, PeerEvent(VerifyDone{verify.update, status, {}}));
+}
+
+std::vector<DataPlane::OfDestination> DataPlane::SidesToCompare(const GroupRecord& group,
+                                                                const StartVerify& verify) const {
+  std::vector<OfDestination> found;
+  if (!compare_sides_) return found;
+  for (uint32_t d = 0; d < verify.destinations.size(); ++d) {
+    const MemberRecord* const member = state_.members->Find(verify.destinations[d]);
+    const bool skipped = d < verify.skip_destination.size() && verify.skip_destination[d];
+    if (skipped || member == nullptr || member->layout == nullptr) continue;
+    std::vector<ComparedSides> sides = member->SidesOf(*member->layout, member->unnamed);
+    if (sides.empty()) continue;
+    found.push_back({d, MemoryOf(group).LabelOf(member->id), std::move(sides)});
+  }
+  return found;
+}
+
+void DataPlane::CompareThenReport(const std::string& group, VerifyDone verified,
+                                  std::shared_ptr<const std::vector<OfDestination>> all,
+                                  size_t next) {
+  if (!verified.status.ok() || next == all->size()) {
+    StateLock lock(&mutex_, StateLock::Order::kAhead);
+    lock.Handle(group, PeerEvent(std::move(verified)));
+    return;
+  }
+  const OfDestination& of = (*all)[next];
+  refitd::CompareSides(
+      transport_.get(), of.sides, of.label,
+      [this, group, verified = std::move(verified), all, next](const absl::Status& equal) mutable {
+        if (!equal.ok()) {
+          verified.status =
+              WithFailureOf(equal, Error(absl::StatusCode::kDataLoss, "{}", Message(equal)));
+          verified.failed_destinations = {(*all)[next].index};
+        }
+        CompareThenReport(group, std::move(verified), all, next + 1);
+      });
+}
+
+void DataPlane::CompareSides(std::vector<ComparedSides> sides, const GroupRecord& group,
+                             MemberId member, std::function<void(const absl::Status&)> done) {
+  refitd::CompareSides(transport_.get(), std::move(sides), MemoryOf(group).LabelOf(member),
+                       std::move(done));
 }
 
 absl::Status DataPlane::Digest(const GroupRecord& group, MemberId member,

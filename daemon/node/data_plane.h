@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/execute/compare_sides.h"
 #include "daemon/execute/executor.h"
 #include "daemon/execute/job_threads.h"
 #include "daemon/group/machine.h"
@@ -54,6 +55,7 @@ class DataPlane {
     std::shared_ptr<DeviceWire> device_wire;  // over GPU memory; null: none
     std::string no_device_wire;               // why there is none; for people
     DaemonObserver* observer = nullptr;       // null: none
+    bool compare_sides = false;               // of arenas, behind each read-back
   };
   // The objects that the data plane uses. All must outlive it.
   struct State {
@@ -79,6 +81,10 @@ class DataPlane {
   absl::Status Digest(const GroupRecord& group, MemberId member,
                       const std::shared_ptr<const Layout>& layout,
                       std::function<void(absl::StatusOr<uint64_t>)> done);
+  // Compares the sides of a member's arenas (compare_sides.h), of which there are bytes to compare.
+  // `done` is called without the mutex.
+  void CompareSides(std::vector<ComparedSides> sides, const GroupRecord& group, MemberId member,
+                    std::function<void(const absl::Status&)> done);
   // Drops the digests of an update that has ended.
   void Forget(UpdateId update) { executor_.Forget(update); }
 
@@ -172,6 +178,19 @@ class DataPlane {
   void Start(GroupRecord* group, const StartTransfer& start, absl::Status status, StateLock& lock);
   void EndTransfer(const std::string& group, const Executor::Done& done);
 
+  // ---- read-backs ----
+  // The arenas of a destination of an update.
+  struct OfDestination {
+    uint32_t index = 0;
+    std::string label;
+    std::vector<ComparedSides> sides;
+  };
+  std::vector<OfDestination> SidesToCompare(const GroupRecord& group,
+                                            const StartVerify& verify) const;
+  // Compares the arenas of `next` and those behind it, then reports. Called without the mutex.
+  void CompareThenReport(const std::string& group, VerifyDone verified,
+                         std::shared_ptr<const std::vector<OfDestination>> all, size_t next);
+
   // ---- compiled refits ----
   void Start(GroupRecord* group, const StartMoves& start, absl::Status status, StateLock& lock);
   // Binds the moves that follow a comparison while the comparison runs.
@@ -207,6 +226,7 @@ class DataPlane {
   const State state_;
   const std::string no_device_wire_;
   DaemonObserver* const observer_;
+  const bool compare_sides_;
 
   // Guarded by the mutex.
   Executor executor_;

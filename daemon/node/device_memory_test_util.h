@@ -5,6 +5,7 @@
 #define REFITD_DAEMON_NODE_DEVICE_MEMORY_TEST_UTIL_H_
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <atomic>
 #include <cstddef>
@@ -46,6 +47,12 @@ class FakeMemory : public DeviceMemory {
   absl::StatusOr<std::shared_ptr<const DeviceRegion>> ImportDescriptor(int device, UniqueFd /*fd*/,
                                                                        int64_t bytes) override {
     return Open(device, "descriptor", bytes);
+  }
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> PinHost(int device, const UniqueFd& fd,
+                                                              int64_t bytes) override {
+    struct stat file {};
+    if (fstat(fd.get(), &file) != 0) return absl::InternalError("fstat");
+    return Open(device, "memfd " + std::to_string(file.st_ino), bytes);
   }
   absl::StatusOr<DevicePool> MakePool(int device, int64_t bytes) override {
     if (on_make != nullptr) on_make();

@@ -389,9 +389,10 @@ void EraseMember(DaemonState& state, MemberId member, StateLock& lock) {
   // Unmapping large regions takes long, so it is done after the mutex was released.
   auto regions = std::make_shared<std::map<RegionId, RegionRecord>>(std::move(record.regions));
   auto kept = std::make_shared<std::optional<KeptRank>>(std::move(record.kept));
-  lock.Last([regions, kept] {
+  lock.Last([regions, kept, on_erased = std::move(record.on_erased)] {
     regions->clear();
     kept->reset();
+    for (const std::function<void()>& call : on_erased) call();
   });
   if (GroupRecord* group = state.groups.Find(record.group);
       group != nullptr && record.ordinal.has_value()) {

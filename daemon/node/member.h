@@ -3,6 +3,7 @@
 #define REFITD_DAEMON_NODE_MEMBER_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "daemon/execute/compare_sides.h"
 #include "daemon/node/sinks.h"
 #include "daemon/sockets/peer_credentials.h"
 #include "daemon/sockets/process_watch.h"
@@ -53,6 +55,7 @@ struct RegionRecord {
   MemorySpan memory;  // keep_alive is the mapping
   Access access = Access::kReadOnly;
   bool on_device = false;
+  bool pinned = false;  // with on_device: host memory that the device reads and writes
   // The member's descriptor, if the daemon was asked to keep it; null: it was closed.
   std::shared_ptr<const UniqueFd> descriptor{};
   // The same string for all regions of the same memory: the memfd's device and inode, or the
@@ -116,10 +119,14 @@ struct MemberRecord {
   std::map<RegionId, RegionRecord> regions;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
+  UnnamedBytes unnamed;  // of `layout`
   // Engines: how often commits have exchanged regions and backs, in this lease.
   uint64_t flips = 0;
   uint64_t incarnation = 0;  // the group's when the member attached
   WatchHandle watch;
+  // Called without the mutex when the record of a lost member is erased: no copy touches its memory
+  // any more.
+  std::vector<std::function<void()>> on_erased{};
 
   int64_t region_bytes() const {
     int64_t bytes = 0;
@@ -137,9 +144,21 @@ struct MemberRecord {
     }
     return region;
   }
+  // Both sides of the layout's arenas, and their bytes that it does not name. The sides are the
+  // same two, whichever is read.
+  std::vector<ComparedSides> SidesOf(const Layout& of, const UnnamedBytes& outside) const {
+    std::vector<ComparedSides> sides;
+    for (size_t i = 0; i < of.backs.size(); ++i) {
+      const RegionBack& pair = of.backs[i];
+      if ((*outside)[i].empty()) continue;
+      sides.push_back(
+          {pair, regions.at(pair.region).memory, regions.at(pair.back).memory, (*outside)[i]});
+    }
+    return sides;
+  }
   // The group has the layout. `content`: the digest of its memory, if the daemon has read it.
   void Register(std::shared_ptr<const Layout> registered, uint64_t digest,
-                std::optional<uint64_t> content) {
+                std::optional<uint64_t> content, UnnamedBytes outside) {
     if (layout == nullptr) {
       const bool found = claims.has_value() && content == std::optional(claims->digest);
       holds = found ? claims : std::nullopt;
@@ -147,6 +166,7 @@ struct MemberRecord {
       holds.reset();
     }
     layout = std::move(registered);
+    unnamed = std::move(outside);
     layout_digest = digest;
   }
   // Ends the member's stream, unless it has ended already.

@@ -132,9 +132,13 @@ class MemberCalls {
     bool engine = false;
     std::shared_ptr<const Layout> layout;
     LayoutReply reply;
+    RegisteredLayout registered;  // the answer
+    UnnamedBytes unnamed;         // MemberRecord::unnamed
+    bool compared = false;        // the sides of its arenas are equal there
   };
   absl::StatusOr<std::shared_ptr<const Layout>> CheckLayout(const Caller& caller, bool engine,
-                                                            Layout layout, ByteLedger::Hold hold);
+                                                            Layout layout, ByteLedger::Hold hold,
+                                                            UnnamedBytes* unnamed);
   void HandLayout(Registering r, std::optional<uint64_t> content);
   absl::StatusOr<MemberRecord*> AdmitLayout(const Caller& caller, bool engine, const Layout& layout)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
@@ -142,6 +146,11 @@ class MemberCalls {
                                    std::optional<uint64_t> content) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   absl::Status ReadContent(const MemberRecord& member, const Registering& r)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  // True: HandLayout is called again, when nothing of an earlier lease is written to the rank's
+  // memory any more.
+  bool AwaitEarlierLeases(const MemberRecord& member, const Registering& r,
+                          std::optional<uint64_t> content)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
   DaemonState& state_;

@@ -40,7 +40,8 @@ absl::Status MemberCalls::CheckLease(const Caller& caller, bool engine) {
 // Checking a big layout takes long, so it is done outside the mutex, against a copy of the regions.
 absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Caller& caller,
                                                                        bool engine, Layout layout,
-                                                                       ByteLedger::Hold hold) {
+                                                                       ByteLedger::Hold hold,
+                                                                       UnnamedBytes* unnamed) {
   // P8: the copy has no mappings, since a region that is released meanwhile must lose its mapping
   // at once.
   struct Region {
@@ -93,6 +94,8 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
     return InvalidField("layout.backs", "layout.backs: region {} can't be the back of region {}",
                         pair.back, pair.region);
   }
+  *unnamed = UnnamedIn(layout, region_bytes);
+  REFITD_RETURN_IF_ERROR(hold.GrowBy(BytesOf(*unnamed)));
   return Counted(std::move(layout), std::move(hold));
 }
 
@@ -140,23 +143,68 @@ void MemberCalls::LayoutRefused(const Caller& caller, const absl::Status& why) {
 
 void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine, Layout layout,
                                  LayoutReply reply, ByteLedger::Hold hold) {
+  UnnamedBytes unnamed;
   absl::StatusOr<std::shared_ptr<const Layout>> checked =
-      CheckLayout(caller, engine, std::move(layout), std::move(hold));
+      CheckLayout(caller, engine, std::move(layout), std::move(hold), &unnamed);
   if (!checked.ok()) {
     if (engine) LayoutRefused(caller, checked.status());
     return reply(checked.status());
   }
-  HandLayout({call, caller, engine, *std::move(checked), std::move(reply)}, std::nullopt);
+  const RegisteredLayout registered{
+      (*checked)->Digest(), static_cast<int64_t>((*checked)->pieces.size()), (*checked)->Bytes()};
+  HandLayout(
+      {call, caller, engine, *std::move(checked), std::move(reply), registered, std::move(unnamed)},
+      std::nullopt);
 }
 
-// Gives the layout to the group. If the rank claims a version, its memory was read before:
-// `content`.
+// Copies of an earlier lease of the rank, or of its process, may still write to memory that this
+// lease shares as well. They end by themselves (P6).
+bool MemberCalls::AwaitEarlierLeases(const MemberRecord& member, const Registering& r,
+                                     std::optional<uint64_t> content) {
+  const auto earlier = [&member](const MemberRecord& other) {
+    const auto& process = member.peer.credentials;
+    const auto& others = other.peer.credentials;
+    if (!other.lost || !other.engine) return false;
+    const int pid = process.has_value() ? process->pid : 0;
+    if (pid > 0 && others.has_value() && others->pid == pid) return true;
+    return other.group == member.group && other.instance == member.instance &&
+           other.rank == member.rank;
+  };
+  for (const auto& [id, other] : state_.members.all()) {
+    if (!earlier(other)) continue;
+    state_.members.Find(id)->on_erased.push_back([this, r, content] { HandLayout(r, content); });
+    return true;
+  }
+  return false;
+}
+
+// Gives the layout to the group, once the sides of its arenas were compared where it names nothing.
+// If the rank claims a version, its memory was read before: `content`.
 void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
-  RegisteredLayout registered{r.layout->Digest(), static_cast<int64_t>(r.layout->pieces.size()),
-                              r.layout->Bytes()};
+  RegisteredLayout& registered = r.registered;
   StateLock lock(&state_.mutex);
   const absl::StatusOr<MemberRecord*> member = AdmitLayout(r.caller, r.engine, *r.layout);
   absl::Status status = member.status();
+  if (status.ok() && !r.layout->backs.empty()) {
+    if (AwaitEarlierLeases(**member, r, content)) return;
+    // The rank has no layout, as it asks.
+    if (r.layout->backs_differ && (*member)->layout == nullptr &&
+        state_.calls.LayoutsOf((*member)->id).empty()) {
+      return lock.Answer([reply = std::move(r.reply), registered] { reply(registered); });
+    }
+    std::vector<ComparedSides> sides;
+    if (!r.layout->backs_differ && !std::exchange(r.compared, true)) {
+      sides = (*member)->SidesOf(*r.layout, r.unnamed);
+    }
+    if (!sides.empty()) {
+      return state_.data_plane->CompareSides(std::move(sides), *state_.groups.Of(**member),
+                                             (*member)->id,
+                                             [this, r, content](const absl::Status& equal) {
+                                               if (!equal.ok()) return r.reply(equal);
+                                               HandLayout(r, content);
+                                             });
+    }
+  }
   const bool first = status.ok() && (*member)->claims.has_value() && (*member)->layout == nullptr;
   const bool restores = first && (*member)->kept.has_value();
   // Memory that was not kept holds no version that was.
@@ -181,13 +229,13 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   const std::string group = (*member)->group;
   const MemberId id = (*member)->id;
   registered.kept = restores;
-  state_.calls.Add(r.call,
-                   {group,
-                    [reply = r.reply, registered](const absl::Status& answer, const ReplyPayload&) {
-                      if (answer.ok()) return reply(registered);
-                      reply(answer);
-                    },
-                    nullptr, Calls::PendingLayout{id, r.layout, registered.digest, content}});
+  state_.calls.Add(
+      r.call, {group,
+               [reply = r.reply, registered](const absl::Status& answer, const ReplyPayload&) {
+                 if (answer.ok()) return reply(registered);
+                 reply(answer);
+               },
+               nullptr, Calls::PendingLayout{id, r.layout, registered.digest, content, r.unnamed}});
   lock.Handle(group, LayoutRegistered{id, r.layout, r.call, registered.digest, content.value_or(0),
                                       !r.layout->backs.empty(), r.layout->backs_differ});
 }

@@ -1,6 +1,5 @@
 #include "daemon/node/member_memory.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -57,10 +56,15 @@ absl::StatusOr<struct stat> LookAt(const UniqueFd& fd) {
   return file;
 }
 
-absl::StatusOr<UniqueFd> Duplicate(const UniqueFd& fd) {
-  UniqueFd copy(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
+absl::StatusOr<UniqueFd> DuplicateOf(const UniqueFd& fd) {
+  UniqueFd copy = Duplicate(fd.get());
   if (!copy.valid()) return ErrnoError(errno, "duplicating a descriptor");
   return copy;
+}
+
+// The identity of a memfd's region.
+std::string IdentityOf(const MemoryOrigin& file) {
+  return fmt::format("memfd {} {}", file.space, file.object);
 }
 
 // Whether the first `bytes` of the memfd have pages. The daemon must not fill in pages that the
@@ -82,11 +86,6 @@ absl::StatusOr<MemoryOrigin> MemberMemory::OriginOf(const UniqueFd& fd) {
 absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOrigin& origin,
                                              int64_t bytes, Access access,
                                              const std::string& identity) {
-  if (bytes > state_.options.machine_bytes) {
-    return Error(absl::StatusCode::kResourceExhausted,
-                 "bytes: {} is more than this machine's memory, {}", bytes,
-                 state_.options.machine_bytes);
-  }
   REFITD_ASSIGN_OR_RETURN(const struct stat file, LookAt(fd));
   const Key key{origin.space, origin.object, access};
   std::shared_ptr<const Mapping> mapping = Find(key, bytes);
@@ -105,6 +104,11 @@ absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOri
 // While a limit refuses the bytes, kept host arenas are given up, those that would end first
 // before others: of this identity if its own limit refuses, else of any.
 absl::StatusOr<ByteLedger::Hold> MemberMemory::Count(const std::string& identity, int64_t bytes) {
+  if (bytes > state_.options.machine_bytes) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "bytes: {} is more than this machine's memory, {}", bytes,
+                 state_.options.machine_bytes);
+  }
   while (true) {
     absl::StatusOr<ByteLedger::Hold> hold = state_.mapped.Take(identity, bytes);
     if (hold.ok()) return hold;
@@ -156,8 +160,8 @@ absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
     return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
                  bytes, state_.options.max_region_bytes);
   }
-  if (kind == RegionKind::kDevice) {
-    return RegisterVmm(token, peer, std::move(fd), bytes, address, keep);
+  if (kind == RegionKind::kDevice || kind == RegionKind::kPinned) {
+    return RegisterOnDevice(token, peer, std::move(fd), kind, bytes, address, keep);
   }
   if (kind != RegionKind::kMemfd) {
     return Error(absl::StatusCode::kUnimplemented,
@@ -166,7 +170,7 @@ absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
   }
   RegionRecord region;
   REFITD_ASSIGN_OR_RETURN(const MemoryOrigin origin, OriginOf(fd));
-  region.identity = fmt::format("memfd {} {}", origin.space, origin.object);
+  region.identity = IdentityOf(origin);
   const std::string key(token.begin(), token.end());
   {
     const StateLock lock(&state_.mutex);
@@ -260,8 +264,11 @@ absl::StatusOr<SideHandle> MemberMemory::TakeKept(const Token& token, const Peer
   const KeptRank::Arena& arena = arenas[side / 2];
   const RegionRecord& region = side % 2 == 0 ? arena.front : arena.back;
   SideHandle handle;
-  REFITD_ASSIGN_OR_RETURN(handle.fd, Duplicate(*region.descriptor));
+  REFITD_ASSIGN_OR_RETURN(handle.fd, DuplicateOf(*region.descriptor));
   handle.bytes = region.memory.bytes;
+  handle.kind = region.pinned      ? RegionKind::kPinned
+                : region.on_device ? RegionKind::kDevice
+                                   : RegionKind::kMemfd;
   return handle;
 }
 
@@ -404,9 +411,36 @@ void MemberMemory::RegisterDevice(const Caller& caller, bool engine, const IpcBl
       });
 }
 
-absl::StatusOr<RegionId> MemberMemory::RegisterVmm(const Token& token, const PeerCredentials& peer,
-                                                   UniqueFd fd, int64_t bytes, uint64_t address,
-                                                   bool keep) {
+absl::StatusOr<RegionRecord> MemberMemory::Pin(int ordinal, bool engine, const UniqueFd& fd,
+                                               int64_t bytes, const std::string& identity) {
+  // The region is closed before its bytes count no more.
+  struct Counted {
+    ByteLedger::Hold hold;
+    std::shared_ptr<const DeviceRegion> region;
+  };
+  REFITD_RETURN_IF_ERROR(CheckSealedMemfd(fd, bytes));
+  REFITD_ASSIGN_OR_RETURN(const struct stat file, LookAt(fd));
+  if (!HasPages(file, bytes)) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "region_kind: 3: not all of the {} bytes have pages, which who shares pinned "
+                 "memory makes",
+                 bytes);
+  }
+  auto counted = std::make_shared<Counted>();
+  REFITD_ASSIGN_OR_RETURN(counted->hold, Count(identity, bytes));
+  REFITD_ASSIGN_OR_RETURN(counted->region,
+                          state_.options.devices.memory->PinHost(ordinal, fd, bytes));
+  REFITD_ASSIGN_OR_RETURN(const MemoryOrigin origin, OriginOf(fd));
+  RegionRecord record = RecordOf({counted, counted->region.get()}, engine, origin);
+  record.identity = IdentityOf(origin);
+  record.pinned = true;
+  return record;
+}
+
+absl::StatusOr<RegionId> MemberMemory::RegisterOnDevice(const Token& token,
+                                                        const PeerCredentials& peer, UniqueFd fd,
+                                                        RegionKind kind, int64_t bytes,
+                                                        uint64_t address, bool keep) {
   const std::string key(token.begin(), token.end());
   int ordinal = 0;
   bool engine = false;
@@ -416,12 +450,13 @@ absl::StatusOr<RegionId> MemberMemory::RegisterVmm(const Token& token, const Pee
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Admit(key, Peer{peer}, ""));
     if (state_.options.devices.memory == nullptr) {
       return Error(absl::StatusCode::kUnimplemented,
-                   "region_kind: 2: this daemon has no cuda transport: {}",
-                   state_.options.devices.detail);
+                   "region_kind: {}: this daemon has no cuda transport: {}",
+                   static_cast<uint32_t>(kind), state_.options.devices.detail);
     }
     if (!member->ordinal.has_value()) {
       return Error(absl::StatusCode::kFailedPrecondition,
-                   "region_kind: 2 is device memory, the lease's device is '{}'", member->device);
+                   "region_kind: {} is memory for a device, the lease's device is '{}'",
+                   static_cast<uint32_t>(kind), member->device);
     }
     ordinal = *member->ordinal;
     engine = member->engine;
@@ -429,13 +464,18 @@ absl::StatusOr<RegionId> MemberMemory::RegisterVmm(const Token& token, const Pee
   }
   std::shared_ptr<const UniqueFd> kept;
   if (keep) {
-    REFITD_ASSIGN_OR_RETURN(UniqueFd copy, Duplicate(fd));
+    REFITD_ASSIGN_OR_RETURN(UniqueFd copy, DuplicateOf(fd));
     kept = std::make_shared<const UniqueFd>(std::move(copy));
   }
-  REFITD_ASSIGN_OR_RETURN(
-      std::shared_ptr<const DeviceRegion> imported,
-      state_.options.devices.memory->ImportDescriptor(ordinal, std::move(fd), bytes));
-  RegionRecord region = RecordOf(std::move(imported), engine, origin);
+  RegionRecord region;
+  if (kind == RegionKind::kPinned) {
+    REFITD_ASSIGN_OR_RETURN(region, Pin(ordinal, engine, fd, bytes, IdentityOf(Peer{peer})));
+  } else {
+    REFITD_ASSIGN_OR_RETURN(
+        std::shared_ptr<const DeviceRegion> imported,
+        state_.options.devices.memory->ImportDescriptor(ordinal, std::move(fd), bytes));
+    region = RecordOf(std::move(imported), engine, origin);
+  }
   region.descriptor = std::move(kept);
   const StateLock lock(&state_.mutex);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));

@@ -100,7 +100,8 @@ class MemberMemory : public DescriptorHandler {
   };
   using Key = std::tuple<uint64_t, uint64_t, Access>;  // device, inode
 
-  // Takes the bytes from the limits of mapped memory. RESOURCE_EXHAUSTED: a limit.
+  // Takes the bytes from the limits of mapped memory. RESOURCE_EXHAUSTED: a limit, or the machine's
+  // memory.
   absl::StatusOr<ByteLedger::Hold> Count(const std::string& identity, int64_t bytes);
   std::shared_ptr<const Mapping> Find(const Key& key, int64_t bytes);
   void Keep(const Key& key, const std::shared_ptr<const Mapping>& mapping);
@@ -125,8 +126,12 @@ class MemberMemory : public DescriptorHandler {
   // region is destroyed.
   RegionRecord RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine,
                         const MemoryOrigin& origin) const;
-  absl::StatusOr<RegionId> RegisterVmm(const Token& token, const PeerCredentials& peer, UniqueFd fd,
-                                       int64_t bytes, uint64_t address, bool keep);
+  // Maps and pins a memfd that has pages, and counts it as Map does.
+  absl::StatusOr<RegionRecord> Pin(int ordinal, bool engine, const UniqueFd& fd, int64_t bytes,
+                                   const std::string& identity);
+  absl::StatusOr<RegionId> RegisterOnDevice(const Token& token, const PeerCredentials& peer,
+                                            UniqueFd fd, RegionKind kind, int64_t bytes,
+                                            uint64_t address, bool keep);
   // Removes the region from the records, unless it is in use. The region is unmapped when the
   // result is destroyed, which must not happen under the mutex.
   absl::StatusOr<RegionRecord> Take(MemberRecord* member, RegionId region)

@@ -292,6 +292,48 @@ TEST_CASE("an engine registers a block, or memory by descriptor, once") {
              Contains("the lease's device is 'host'"));
 }
 
+TEST_CASE(
+    "pinned memory must have seals and pages, and counts as mapped until it is closed (P10)") {
+  constexpr int64_t kBytes = 4096;
+  DaemonOptions options;
+  options.max_mapped_bytes = 2 * kBytes;
+  Gpus gpus(options);
+  const auto pin = [&gpus](const Attached& member, const UniqueFd& fd) {
+    return gpus.parts.memory().RegisterRegion(member.token(),
+                                              member.peer.credentials.value_or(PeerCredentials()),
+                                              UniqueFd(dup(fd.get())), RegionKind::kPinned, kBytes);
+  };
+  const auto counts = [&gpus](int64_t bytes) {
+    return Eventually([&] { return gpus.parts.state().mapped.held() == bytes; });
+  };
+  const SharedMemory memory(kBytes);
+  const absl::Status empty = pin(gpus.engine, memory.fd).status();
+  CHECK(absl::IsFailedPrecondition(empty));
+  CHECK_THAT(Message(empty), Contains("not all of the 4096 bytes have pages"));
+  const UniqueFd unsealed(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  REQUIRE(ftruncate(unsealed.get(), kBytes) == 0);
+  CHECK(absl::IsInvalidArgument(pin(gpus.engine, unsealed).status()));
+  CHECK(counts(0));
+  memory.data()[0] = 'x';
+  const absl::StatusOr<RegionId> pinned = pin(gpus.engine, memory.fd);
+  INFO(pinned.status());
+  REQUIRE(pinned.ok());
+  const RegionRecord record = gpus.RecordOf(gpus.engine, *pinned);
+  CHECK((record.on_device && record.pinned && record.access == Access::kReadWrite));
+  CHECK(record.memory.origin.kind == MemoryOrigin::Kind::kFile);
+  CHECK(absl::IsAlreadyExists(pin(gpus.engine, memory.fd).status()));
+  CHECK(counts(kBytes));
+  const SharedMemory more(kBytes);
+  const SharedMemory most(kBytes);
+  more.data()[0] = most.data()[0] = 'x';
+  REQUIRE(pin(gpus.engine, more.fd).ok());
+  CHECK(absl::IsResourceExhausted(pin(gpus.engine, most.fd).status()));
+  CHECK_THAT(Message(pin(gpus.parts.AttachTrainer("h"), most.fd).status()),
+             Contains("the lease's device is 'host'"));
+  CHECK(gpus.Release(gpus.engine, /*engine=*/true, *pinned) == 2);
+  CHECK(counts(2 * kBytes));  // `record` still has it
+}
+
 TEST_CASE("blocks that were opened, or refused, count no more as being opened") {
   Gpus gpus;
   for (size_t i = 0; i <= Calls::kMaxOpening; ++i) {

@@ -233,7 +233,9 @@ std::vector<ArenaDetails> Operators::AllArenas() const {
     if (member.lost || member.layout == nullptr || member.layout->backs.empty()) continue;
     ArenaDetails arena = Arena(member);
     for (const RegionBack& pair : member.layout->backs) {
-      arena.front_bytes += member.regions.at(pair.region).memory.bytes;
+      const RegionRecord& front = member.regions.at(pair.region);
+      arena.front_bytes += front.memory.bytes;
+      arena.copies = arena.copies || front.pinned;
       arena.back_bytes += member.regions.at(pair.back).memory.bytes;
     }
     all.push_back(std::move(arena));
@@ -243,6 +245,7 @@ std::vector<ArenaDetails> Operators::AllArenas() const {
     ArenaDetails arena = Arena(*kept);
     for (const KeptRank::Arena& each : kept->arenas) {
       arena.front_bytes += each.front.memory.bytes;
+      arena.copies = arena.copies || each.front.pinned;
       arena.back_bytes += each.back.memory.bytes;
     }
     arena.kept = ArenaDetails::Kept{kept->content.version, std::max(Duration(), kept->until - now)};

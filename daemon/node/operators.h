@@ -48,6 +48,7 @@ struct ArenaDetails {
   std::string device;
   int64_t front_bytes = 0;
   int64_t back_bytes = 0;
+  bool copies = false;  // a flip copies from host memory to the device
   struct Kept {
     Version version;
     Duration left{};

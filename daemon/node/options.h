@@ -65,6 +65,8 @@ struct DaemonOptions {
   DeviceOptions devices;
   // Why the data plane over host memory does not encrypt, for people; empty: it encrypts.
   std::string clear_wire = kNotEncrypted;
+  // Whether the sides of arenas are compared where no tensor lies, behind each read-back too.
+  bool compare_sides = false;
   DaemonObserver* observer = nullptr;  // outlives the daemon; null: none
   IdentityLimits per_identity;
   // Returns the rule of the current policy for an identity as a group's owner; thread-safe. Null:

@@ -11,10 +11,15 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "daemon/node/parts_test_util.h"
 #include "daemon/sockets/peer_credentials.h"
+#include "transport/base/failure.h"
+#include "transport/base/mutex.h"
 #include "transport/base/status.h"
+#include "transport/host/host_transport.h"
+#include "transport/unprepared_transport_testing.h"
 
 namespace refitd {
 namespace {
@@ -52,10 +57,48 @@ class Child {
   PeerCredentials process_;
 };
 
+// Runs transfers that move bytes only when it is told to.
+class HeldTransport final : public UnpreparedTransport {
+ public:
+  using UnpreparedTransport::Submit;
+  void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    MutexLock lock(&mutex_);
+    if (transfer.plan.moves.empty() || !holds_) {
+      return host_->Submit(std::move(transfer), std::move(done));
+    }
+    held_.emplace_back(std::move(transfer), std::move(done));
+  }
+  void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
+    host_->Submit(std::move(job), std::move(done));
+  }
+  void Hold() {
+    MutexLock lock(&mutex_);
+    holds_ = true;
+  }
+  void Release() {
+    MutexLock lock(&mutex_);
+    holds_ = false;
+    for (auto& [transfer, done] : held_) host_->Submit(std::move(transfer), std::move(done));
+    held_.clear();
+  }
+  size_t held() {
+    MutexLock lock(&mutex_);
+    return held_.size();
+  }
+
+ private:
+  const std::unique_ptr<Transport> host_ = MakeHostTransport({.threads = 1});
+  Mutex mutex_;
+  bool holds_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::pair<Transfer, std::function<void(TransferResult)>>> held_
+      ABSL_GUARDED_BY(mutex_);
+};
+
 // A trainer and engines with arenas of one region, in which "w" lies.
 struct World {
-  explicit World(int keep_seconds = kDefaultKeepSeconds, DaemonOptions options = {})
-      : parts("a", std::move(options)) {
+  explicit World(int keep_seconds = kDefaultKeepSeconds, DaemonOptions options = {},
+                 DaemonInsides insides = {})
+      : parts("a", std::move(options), std::move(insides)) {
     spec.keep_seconds = keep_seconds;
     trainer = parts.AttachTrainer("g", spec);
   }
@@ -84,6 +127,9 @@ struct World {
     layout.backs_differ = backs_differ;
     layout.tensors = {{tensor, DType::kUint8, {kElements}}};
     layout.backs = {{front, back}};
+    return Register(engine, std::move(layout));
+  }
+  absl::StatusOr<MemberCalls::RegisteredLayout> Register(const Attached& engine, Layout layout) {
     Answer answer;
     auto kept = std::make_shared<absl::StatusOr<MemberCalls::RegisteredLayout>>();
     parts.calls().RegisterLayout(parts.daemon().NewCall(), engine.caller(), /*as_engine=*/true,
@@ -154,6 +200,11 @@ struct World {
     parts.state().CheckInvariants();
     return parts.state().kept.size();
   }
+  // Kills the process, whose arenas are then kept.
+  void Lose(Child* process) {
+    process->Kill();
+    REQUIRE(Eventually([this] { return kept() == 1; }));
+  }
   std::optional<Version> VersionOf(const std::string& instance = "i") {
     const GroupDetails group = *parts.operators().Group("g");
     for (const InstanceView& each : group.machine.group.instances) {
@@ -179,8 +230,7 @@ TEST_CASE("a rank that takes the place of a dead one is clean at its version, wi
   for (int version = 1; version <= flips; ++version) {
     world.Install(version, static_cast<char>('a' + version), engine);
   }
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
 
   const Child second;
   const Attached again = world.Attach(second.process(), /*restores=*/true);
@@ -231,14 +281,12 @@ TEST_CASE(
   World world;
   Child first;
   world.Install(1, 'a', world.Serve(first.process()));
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   Child second;
   const Attached engine = world.Attach(second.process(), /*restores=*/true);
   CHECK(world.kept() == 0);
   CHECK(world.Side(engine, 1).ok());
-  second.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&second);
   const Child third;
   const auto registered = world.TakeUp(world.Attach(third.process(), /*restores=*/true));
   REQUIRE(registered.ok());
@@ -257,8 +305,7 @@ TEST_CASE("killed while a version is staged, or in its flip, a rank leaves the v
   } else {
     REQUIRE(world.parts.Begin(world.trainer, 2).status().ok());
   }
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   REQUIRE(Eventually(
       [&] { return world.parts.operators().Group("g")->machine.group.instances.empty(); }));
   const Child second;
@@ -274,8 +321,7 @@ TEST_CASE("memory that a dead rank has changed, or that gets other names, holds 
   world.Install(1, 'a', world.Serve(first.process()));
   const bool renamed = GENERATE(false, true);
   if (!renamed) world.back.data()[3] = 'x';  // the front, after one flip
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   const Attached again = world.Attach(second.process(), /*restores=*/true);
   const std::string tensor = renamed ? "v" : "w";
@@ -306,8 +352,7 @@ TEST_CASE("what was kept holds its version no more once another layout was regis
   World world;
   Child first;
   world.Install(1, 'a', world.Serve(first.process()));
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   const Attached again = world.Attach(second.process(), /*restores=*/true);
   const RegionId front = world.Share(again, world.Side(again, 0)->fd);
@@ -344,12 +389,109 @@ TEST_CASE("a rank that has to copy its regions to the backs has no layout meanwh
     return;
   }
   // The rank's front still holds the version.
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   const auto registered = world.TakeUp(world.Attach(second.process(), /*restores=*/true));
   REQUIRE(registered.ok());
   CHECK(registered->kept);
+}
+
+TEST_CASE("sides that differ where no box lies are refused, and nothing changes (P11)") {
+  World world;
+  const Child child;
+  const Attached engine = world.Attach(child.process());
+  const RegionId front = world.Share(engine, world.front.fd);
+  const RegionId back = world.Share(engine, world.back.fd);
+  world.back.data()[kElements - 1] = 'x';  // what a version writes may differ
+  const bool in_back = GENERATE(false, true);
+  const int64_t at = GENERATE(as<int64_t>(), 8, 2048, 4095);
+  INFO("byte " << at << (in_back ? " of the back" : " of the front"));
+  char* const planted = (in_back ? world.back : world.front).data() + at;
+  *planted = 'x';
+  const absl::Status refused = world.Register(engine, front, back).status();
+  CHECK(absl::IsFailedPrecondition(refused));
+  CHECK_THAT(Message(refused), Contains("differ within bytes 8 to 4096"));
+  CHECK(FailureOf(refused).field == "layout.backs");
+  const Answer begin = world.parts.Begin(world.trainer, 1);
+  CHECK_FALSE(begin.came());  // the rank has no layout
+  *planted = 0;
+  CHECK(world.Register(engine, front, back).ok());
+  CHECK(begin.status().ok());
+}
+
+TEST_CASE(
+    "what an engine wrote outside of its boxes fails the next update, where that is compared") {
+  DaemonOptions options;
+  options.compare_sides = GENERATE(false, true);
+  World world(kDefaultKeepSeconds, options);
+  const Child child;
+  const Attached engine = world.Serve(child.process());
+  world.Install(1, 'a', engine);
+  world.back.data()[kBytes - 1] = 'x';  // the front, after one flip
+  world.Stage(2, 'b');
+  if (!options.compare_sides) {
+    REQUIRE(Eventually([&] { return engine.inbox->All<SendFlip>().size() == 2; }));
+    return;
+  }
+  CHECK(absl::IsAborted(world.committed->status()));
+  CHECK_THAT(Message(world.committed->status()),
+             Contains("differ within bytes 8 to 4096, where no box of a tensor lies"));
+  CHECK(engine.inbox->All<SendFlip>().size() == 1);  // it was asked nothing
+  CHECK(engine.inbox->All<SendAborted>().empty());
+  CHECK(world.VersionOf() == Version(1));
+  world.back.data()[kBytes - 1] = 0;
+  world.Install(3, 'c', engine);
+}
+
+// The rank's process lives on, and registers at once a layout in which no tensor lies where the
+// copy of its last lease still writes.
+TEST_CASE("copies of a lease that has ended wrote to a back after its rank had registered again") {
+  auto transport = std::make_unique<HeldTransport>();
+  HeldTransport& held = *transport;
+  World world(kDefaultKeepSeconds, {}, {.transport = std::move(transport)});
+  const Child child;
+  const Attached engine = world.Serve(child.process());
+  held.Hold();
+  REQUIRE(world.parts.Begin(world.trainer, 1).status().ok());
+  const std::string bytes(kElements, 'a');
+  ReceivedPush push;
+  push.event.version = Version(1);
+  push.received = InlineBucket({"w", DType::kUint8, {kElements}}, bytes);
+  Answer pushed;
+  world.parts.calls().PushBucket(world.parts.daemon().NewCall(), world.trainer.caller(),
+                                 std::move(push), pushed.function());
+  REQUIRE(Eventually([&] { return held.held() == 1; }));
+  world.parts.attaches().Gone(engine.id, "its stream broke");
+
+  const Attached again = world.Attach(child.process());
+  const RegionId front = world.Share(again, world.front.fd);
+  const RegionId back = world.Share(again, world.back.fd);
+  Layout layout = LayoutOf(front, kElements);
+  layout.tensors = {{"v", DType::kUint8, {kElements}}};
+  layout.pieces[0].byte_offset = kBytes / 2;
+  layout.backs = {{front, back}};
+  const bool withdraws = GENERATE(false, true);
+  layout.backs_differ = withdraws;
+  Answer answer;
+  world.parts.calls().RegisterLayout(world.parts.daemon().NewCall(), again.caller(),
+                                     /*as_engine=*/true, layout,
+                                     [reply = answer.function()](const auto& registered) {
+                                       reply(registered.status(), EmptyReply{});
+                                     });
+  CHECK_FALSE(answer.came());
+  held.Release();
+  const absl::Status status = answer.status();
+  CHECK(std::string(world.back.data(), kElements) == bytes);
+  if (!withdraws) {
+    CHECK(absl::IsFailedPrecondition(status));
+    CHECK_THAT(Message(status), Contains("differ within bytes 0 to 2048"));
+    return;
+  }
+  REQUIRE(status.ok());
+  std::memcpy(world.back.data(), world.front.data(), kBytes);
+  layout.backs_differ = false;
+  layout.binding_generation = 2;
+  CHECK(world.Register(again, layout).ok());
 }
 
 TEST_CASE("the arenas of a rank were lost with its daemon's link to the coordinator") {
@@ -393,8 +535,7 @@ TEST_CASE("a rank of another user is refused by name, and nothing changes") {
   World world;
   Child first;
   world.Install(1, 'a', world.Serve(first.process()));
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   PeerCredentials stranger = second.process();
   stranger.uid = first.process().uid + 1;
@@ -423,8 +564,7 @@ TEST_CASE("a process that runs still keeps its arenas, and one of another world 
     CHECK(world.Attach(first.process(), true).inbox->welcome().kept.has_value());
   }
   SECTION("another world") {
-    first.Kill();
-    REQUIRE(Eventually([&] { return world.kept() == 1; }));
+    world.Lose(&first);
     CHECK_FALSE(world.Attach(second.process(), true, 2).inbox->welcome().kept.has_value());
   }
   CHECK(world.kept() == 0);  // the place is taken
@@ -472,8 +612,7 @@ TEST_CASE("kept arenas give way to memory that a member shares") {
   World world(kDefaultKeepSeconds, options);
   Child first;
   world.Install(1, 'a', world.Serve(first.process()));
-  first.Kill();
-  REQUIRE(Eventually([&] { return world.kept() == 1; }));
+  world.Lose(&first);
   const Child second;
   const Attached other = world.Attach(second.process(), false, 1, "other");
   CHECK(world.kept() == 1);

@@ -1,7 +1,5 @@
 #include "daemon/node/staging_pools.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <map>
@@ -296,7 +294,7 @@ absl::StatusOr<PoolHandle> StagingPools::Share(const GroupRecord& group, std::op
       return handle;
     }
   }
-  handle.fd = UniqueFd(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  handle.fd = Duplicate(fd);
   if (!handle.fd.valid()) return ErrnoError(errno, "duplicating the pool's descriptor");
   return handle;
 }

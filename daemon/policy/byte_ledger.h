@@ -53,6 +53,7 @@ class ByteLedger {
       bytes_ = bytes;
       return absl::OkStatus();
     }
+    absl::Status GrowBy(int64_t bytes) { return GrowTo(bytes_ + bytes); }
 
    private:
     friend class ByteLedger;

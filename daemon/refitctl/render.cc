@@ -148,11 +148,17 @@ std::string RenderResources(const v1::ResourceStatus& resources) {
       resources.threads(), resources.descriptors());
 }
 
-// Arenas whose ranks are gone, each on a line of its own.
-std::string RenderKept(const v1::GetStatusResponse& status) {
+// The arenas of each rank on a line of their own, and those that are kept of ranks that are gone.
+std::string RenderArenas(const v1::GetStatusResponse& status) {
   std::string text;
   for (const v1::ArenaStatus& arena : status.arenas()) {
-    if (!arena.kept()) continue;
+    if (!arena.kept()) {
+      text += fmt::format("arenas     of group {} instance {} rank {}: {} a side on {}, flip: {}\n",
+                          arena.group(), arena.instance(), arena.rank(),
+                          HumanBytes(arena.front_bytes()), arena.device(),
+                          arena.flip() == "host" ? "host (a copy from host memory)" : arena.flip());
+      continue;
+    }
     text += fmt::format(
         "kept       arenas of group {} instance {} rank {}, version {}: {} on {}, "
         "for {} more\n",
@@ -413,7 +419,7 @@ std::string RenderStatus(const v1::GetStatusResponse& status) {
   }
   text += fmt::format("holds      {}\n", RenderResources(status.resources()));
   text += fmt::format("wire       {}\n", RenderWire(status.resources()));
-  text += RenderKept(status);
+  text += RenderArenas(status);
   if (status.groups_size() == 0) return text + "no groups\n";
   text += "\n" + RenderGroups(status.groups());
   for (const auto& group : status.groups()) text += RenderGroupDetail(group);

@@ -192,7 +192,7 @@ v1::GroupStatus OnTwoDaemons() {
   return group;
 }
 
-TEST_CASE("the status page shows arenas that are kept, and not those of attached ranks") {
+TEST_CASE("the status page shows what arenas' flips do, and arenas that are kept") {
   v1::GetStatusResponse status;
   v1::ArenaStatus* arena = status.add_arenas();
   arena->set_group("policy");
@@ -201,7 +201,12 @@ TEST_CASE("the status page shows arenas that are kept, and not those of attached
   arena->set_device("host");
   arena->set_front_bytes(1 << 20);
   arena->set_back_bytes(1 << 20);
-  CHECK_THAT(RenderStatus(status), !Contains("arenas"));
+  arena->set_flip("remap");
+  CHECK_THAT(RenderStatus(status),
+             Contains("\narenas     of group policy instance vllm-0 rank 3: ") &&
+                 Contains(", flip: remap\n"));
+  arena->set_flip("host");
+  CHECK_THAT(RenderStatus(status), Contains(", flip: host (a copy from host memory)\n"));
   arena->set_kept(true);
   arena->set_version(7);
   arena->set_seconds_left(599);

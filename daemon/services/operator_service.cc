@@ -7,6 +7,7 @@
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
 #include "daemon/link/hello.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/node/operators.h"
 #include "daemon/services/common.h"
 #include "daemon/services/services.h"
@@ -139,7 +140,7 @@ class OperatorService final : public v1::Operator::CallbackService {
           response->set_content_version(done.content.value_or(done.version).value());
           response->set_seconds(std::chrono::duration<double>(done.elapsed).count());
           for (const InstanceOutcome& outcome : done.instances) {
-            *response->add_instances() = ToProto(outcome);
+            Fill(outcome, response->add_instances());
           }
         });
   }

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "daemon/link/hello.h"
+#include "daemon/link/trainer_messages.h"
 #include "daemon/process/process_stats.h"
 #include "daemon/process/version.h"
 #include "proto/convert.h"
@@ -175,6 +176,7 @@ v1::ArenaStatus ToProto(const ArenaDetails& details) {
   arena.set_device(details.device);
   arena.set_front_bytes(details.front_bytes);
   arena.set_back_bytes(details.back_bytes);
+  arena.set_flip(details.copies ? "host" : "remap");
   if (!details.kept.has_value()) return arena;
   arena.set_kept(true);
   arena.set_version(details.kept->version.value());
@@ -196,18 +198,6 @@ v1::BucketStatistics ToProto(const BucketRecord& record) {
 }
 
 }  // namespace
-
-v1::InstanceResult ToProto(const InstanceOutcome& outcome) {
-  v1::InstanceResult result;
-  result.set_instance(outcome.instance);
-  result.set_committed(outcome.committed);
-  result.set_reason(CleanText(outcome.reason, kMaxStatusTextBytes));
-  SetFailure(outcome.failure, &result);
-  result.set_shadowed(outcome.shadowed);
-  result.set_flipped_back(outcome.flipped_back);
-  if (outcome.pause.has_value()) result.set_pause_seconds(Seconds(*outcome.pause));
-  return result;
-}
 
 v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   v1::UpdateStatus status;
@@ -235,7 +225,7 @@ v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update) {
   status.set_remaining_ms(ToMillis(update.remaining));
   status.set_waits_for(CleanText(update.waits_for, kMaxStatusTextBytes));
   for (const InstanceOutcome& outcome : update.instances) {
-    *status.add_instances() = ToProto(outcome);
+    Fill(outcome, status.add_instances());
   }
   return status;
 }

@@ -32,7 +32,6 @@ absl::StatusOr<v1::GetUpdateResponse> GetUpdate(Daemon* daemon,
                                                 const v1::GetUpdateRequest& request);
 
 v1::UpdateStatus ToProto(const std::string& group, const UpdateView& update);
-v1::InstanceResult ToProto(const InstanceOutcome& outcome);
 
 // The filter of a caller that watches updates. INVALID_ARGUMENT: interval_ms is out of its range.
 absl::StatusOr<WatchFilter> FilterOf(const v1::WatchUpdatesRequest& request);

@@ -167,7 +167,7 @@ struct DescriptorSocket::Request {
       case DescriptorRequestKind::kRegisterRegion:
         REFITD_RETURN_IF_ERROR(CheckDescriptors(1));
         if (wire.bytes <= 0) return Error(kInvalid, "bytes {}, must be positive", wire.bytes);
-        if (wire.region_kind != RegionKind::kMemfd && wire.region_kind != RegionKind::kDevice) {
+        if (wire.region_kind < RegionKind::kMemfd || wire.region_kind > RegionKind::kPinned) {
           return Error(kInvalid, "unknown region kind {}", static_cast<uint32_t>(wire.region_kind));
         }
         return absl::OkStatus();
@@ -393,6 +393,7 @@ DescriptorReply DescriptorSocket::Answer(const Connection& connection, Request r
     case DescriptorRequestKind::kTakeKept: {
       auto side = handler_->TakeKept(token, connection.peer, wire.region_id);
       if (!side.ok()) return ReplyOf(side.status());
+      reply.region_kind = side->kind;
       reply.bytes = side->bytes;
       *attach = std::move(side->fd);
       break;

@@ -60,6 +60,7 @@ struct PoolHandle {
 struct SideHandle {
   UniqueFd fd;  // as in PoolHandle
   int64_t bytes = 0;
+  RegionKind kind = RegionKind::kMemfd;
 };
 
 // Implemented by the node. Called from kDescriptorThreads threads at once. May block on mapping

@@ -1,6 +1,5 @@
 #include "daemon/sockets/process_watch.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -66,7 +65,7 @@ absl::StatusOr<WatchHandle> ProcessWatch::Watch(pid_t pid, Callback died) {
 absl::StatusOr<WatchHandle> ProcessWatch::Watch(const PeerCredentials& peer, Callback died) {
   if (peer.pidfd != nullptr) {
     // A duplicate, since the same descriptor can't be in an epoll set twice.
-    UniqueFd pidfd(fcntl(peer.pidfd->get(), F_DUPFD_CLOEXEC, 0));
+    UniqueFd pidfd = Duplicate(peer.pidfd->get());
     if (!pidfd.valid()) return PidfdError(errno, peer.pid);
     return Add(std::move(pidfd), std::move(died));
   }

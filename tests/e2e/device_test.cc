@@ -791,8 +791,9 @@ class ClientEngine {
   // kFirst: its arenas are kept; kSecond: it takes up those of the engine before, which must hold a
   // version, and its own are kept too.
   enum class Life : uint8_t { kFirst, kSecond, kOnly };
-  // `arena`: its memory has two sides.
-  ClientEngine(LocalDaemon* daemon, const Model& model, bool arena, Life life = Life::kOnly)
+  // `arena`: its memory has two sides, which lie there.
+  ClientEngine(LocalDaemon* daemon, const Model& model, std::optional<SidesIn> arena,
+               Life life = Life::kOnly)
       : held_(HoldWhole(model)) {
     const bool restore = life == Life::kSecond;
     client::EngineOptions options;
@@ -808,11 +809,12 @@ class ClientEngine {
     REQUIRE(engine.ok());
     engine_ = *std::move(engine);
     const int64_t bytes = (held_.region_bytes + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
-    if (arena) {
-      auto made =
-          restore ? engine_->TakeKept(0) : client::Arena::Make(held_.region_bytes, options.connect);
+    if (arena.has_value()) {
+      auto made = restore ? engine_->TakeKept(0)
+                          : client::Arena::Make(held_.region_bytes, options.connect, *arena);
       INFO(made.status());
       REQUIRE(made.ok());
+      CHECK((*made)->sides_in() == *arena);
       auto region = engine_->AddArena(*std::move(made));
       INFO(region.status());
       REQUIRE(region.ok());
@@ -846,6 +848,7 @@ class ClientEngine {
         ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model, BytesOf(model, version)),
         memory_, held_.layout);
   }
+  const char* memory() const { return memory_; }
 
  private:
   void Serve() {
@@ -898,6 +901,7 @@ class ClientTrainer {
     INFO(result.status());
     REQUIRE(result.ok());
   }
+  client::Trainer& trainer() { return *trainer_; }
 
  private:
   const Model model_;
@@ -912,11 +916,12 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
   const Model model = MixedModel();
   const auto nothing_open = [&] {
     const FakeCudaCounts counts = daemon.fake().Count();
-    return counts.opened_handles == 0 && counts.mapped == 0 && counts.imported == 0;
+    return counts.opened_handles == 0 && counts.mapped == 0 && counts.imported == 0 &&
+           counts.host_registered == 0;
   };
   SECTION("in place") {
     {
-      ClientEngine engine(&daemon, model, /*arena=*/false);
+      ClientEngine engine(&daemon, model, /*arena=*/std::nullopt);
       ClientTrainer trainer(&daemon, model);
       for (int64_t version = 1; version <= 5; ++version) {
         trainer.Refit(version);
@@ -926,22 +931,45 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
     CHECK(Eventually(nothing_open));
   }
   SECTION("in arenas, which each engine takes up from the one before it") {
+    const SidesIn in = GENERATE(SidesIn::kDevice, SidesIn::kHost);
     {
       using Life = ClientEngine::Life;
-      auto engine = std::make_unique<ClientEngine>(&daemon, model, /*arena=*/true, Life::kFirst);
+      auto engine = std::make_unique<ClientEngine>(&daemon, model, in, Life::kFirst);
       ClientTrainer trainer(&daemon, model);
       for (int64_t version = 1; version <= 5; ++version) {
         trainer.Refit(version);
         CHECK(engine->Difference(model, version) == "");
         engine.reset();
-        engine = std::make_unique<ClientEngine>(&daemon, model, /*arena=*/true, Life::kSecond);
+        engine = std::make_unique<ClientEngine>(&daemon, model, in, Life::kSecond);
         CHECK(engine->Difference(model, version) == "");
       }
     }
     CHECK_FALSE(nothing_open());
-    { const ClientEngine last(&daemon, model, /*arena=*/true); }  // what was kept is given up
+    { const ClientEngine last(&daemon, model, in); }  // what was kept is given up
     CHECK(Eventually(nothing_open));
   }
+}
+
+TEST_CASE("a version staged in host memory is copied to the GPU, and the one before comes back") {
+  LocalDaemon daemon;
+  const Model model = MixedModel();
+  const ClientEngine engine(&daemon, model, SidesIn::kHost);
+  ClientTrainer trainer(&daemon, model);
+  const char* const address = engine.memory();
+  trainer.Refit(1);
+  trainer.Refit(2);
+  CHECK(engine.Difference(model, 2) == "");
+  const auto back = trainer.trainer().Rollback(Version(2));
+  INFO(back.status());
+  REQUIRE(back.ok());
+  CHECK(engine.Difference(model, 1) == "");
+  trainer.Refit(4);
+  CHECK(engine.Difference(model, 4) == "");
+  CHECK(engine.memory() == address);  // graphs keep it
+  const v1::GetStatusResponse status = StatusOf(&daemon.daemon());
+  REQUIRE(status.arenas_size() == 1);
+  CHECK(status.arenas(0).flip() == "host");
+  CHECK(status.arenas(0).back_bytes() == status.arenas(0).front_bytes());
 }
 
 // Compiled refits through the C interface, with an engine in VMM memory and a trainer in a block.

@@ -145,8 +145,6 @@ UniqueFd Sealed() {
   return *std::move(fd);
 }
 
-UniqueFd Duplicate(const UniqueFd& fd) { return UniqueFd(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)); }
-
 class Conversation {
  public:
   explicit Conversation(Target* target) : target_(target), connection_(target->Connect()) {}
@@ -179,7 +177,7 @@ class Conversation {
     switch (kind) {
       case DescriptorInput::SEALED:
         last_ = Sealed();
-        return Duplicate(last_);
+        return Duplicate(last_.get());
       case DescriptorInput::UNSEALED: {
         UniqueFd fd(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
         REFITD_CHECK(ftruncate(fd.get(), kMemfdBytes) == 0);
@@ -197,12 +195,12 @@ class Conversation {
         return UniqueFd(ends[0]);
       }
       case DescriptorInput::SAME:
-        if (last_.valid()) return Duplicate(last_);
+        if (last_.valid()) return Duplicate(last_.get());
         break;
       case DescriptorInput::FILE:
         break;
     }
-    return Duplicate(target_->null());
+    return Duplicate(target_->null().get());
   }
 
   std::vector<UniqueFd> Descriptors(const DescriptorInput::Message& message) {
@@ -313,7 +311,7 @@ class Conversation {
   void CheckReply(const DescriptorInput::Message* to, const DescriptorReply& reply,
                   const std::vector<UniqueFd>& got) {
     REFITD_CHECK(reply.magic == kDescriptorMagic && reply.version == kDescriptorWireVersion);
-    REFITD_CHECK(reply.code <= 16 && reply.reserved == 0);
+    REFITD_CHECK(reply.code <= 16);
     const size_t length = strnlen(reply.message, sizeof(reply.message));
     REFITD_CHECK(length < sizeof(reply.message) && (length == 0) == (reply.code == 0));
     if (reply.code != 0) REFITD_CHECK(got.empty());
@@ -362,8 +360,8 @@ void ReleaseAll(Target* target, int messages) {
   const PeerCredentials self = Self();
   MemberMemory& regions = target->daemon().memory();
   const Token prober = target->TokenOf(kProber);
-  const auto probe =
-      regions.RegisterRegion(prober, self, Duplicate(memory), RegionKind::kMemfd, kMemfdBytes);
+  const auto probe = regions.RegisterRegion(prober, self, Duplicate(memory.get()),
+                                            RegionKind::kMemfd, kMemfdBytes);
   // A message makes at most one.
   REFITD_CHECK(probe.ok() && probe->value() <= first + static_cast<uint64_t>(messages));
   for (uint64_t id = first; id < probe->value(); ++id) {

@@ -152,7 +152,12 @@ class CudaStore final : public Store {
     return exported;
   }
 
-  void Adopt(char*, int64_t) override { REFITD_CHECK(false); }
+  void Adopt(char* data, int64_t bytes) override {
+    Block block;
+    block.address = reinterpret_cast<CUdeviceptr>(data);
+    block.bytes = bytes;
+    blocks_.push_back(std::move(block));
+  }
 
   absl::Status SetLayout(const Layout& layout, const std::vector<std::string>& names) override {
     REFITD_RETURN_IF_ERROR(Current());

@@ -18,16 +18,19 @@
 //                              where a slot is full: of these words only `at` goes with it)
 //   refit V [word...]          (trainer) the same words, but unpacked and slots
 //   abort V                    (trainer) Begin, one bucket, Abort
-//   check V                    (engine) counts wrong elements, and bytes written beside the pieces;
-//                              then poisons all of the memory
+//   check V [keep]             (engine) counts wrong elements, and bytes written beside the pieces;
+//                              then poisons all of the memory. keep: only counts wrong elements
+//   rollback                   (trainer) the version before is served again
 //   untouched                  (engine) counts bytes that are not poison
+//   refuse                     (engine) answers Failed to the next Prepare
 //   hold, release              (engine) keeps Ready back from the next Prepare on; sends it
 //   poison, memory, quit
 // `both` has push V [word...] and refit V [word...], with words of verification only. It poisons
 // the block, fills the trainer's tensors, runs the update, and counts wrong elements of the
 // "engine" and of the "trainer", and bytes "beside" the tensors that were written. An engine also
-// reports the events that it gets: prepare, committed, aborted, lost. With
-// --delivery staged it copies the parts into its memory itself.
+// reports the events that it gets: prepare, committed, aborted, lost, and with --reattach
+// reattached, when it has registered with the next daemon. With --delivery staged it copies the
+// parts into its memory itself; with --arena its memory has two sides.
 //
 // Memory starts out as poison. Ends with its stdin, or with its parent.
 #include <signal.h>
@@ -84,6 +87,8 @@ struct Options {
   std::string coordinator;
   int64_t shift = 0;
   bool unrecognised = false;
+  std::string arena;
+  bool reattach = false;
   LayoutOptions layout;
 
   MemoryKind kind() const {
@@ -161,6 +166,7 @@ client::ConnectOptions Connect(const Options& options, const std::string& device
       client::GroupSpec{.trainer_ranks = options.trainers, .min_instances = options.instances};
   connect.client = "gpu_rank";
   connect.coordinator = options.coordinator;
+  if (options.reattach) connect.reattach = std::chrono::minutes(1);
   SetDevice(&connect, device);
   return connect;
 }
@@ -187,7 +193,7 @@ class Holder {
   absl::Status Allocate() {
     REFITD_ASSIGN_OR_RETURN(held_, MakeRankLayout(options_.layout));
     REFITD_ASSIGN_OR_RETURN(store_, Store::Create(options_.kind(), options_.device));
-    if (options_.kind() == MemoryKind::kHost) return absl::OkStatus();
+    if (options_.kind() == MemoryKind::kHost || !options_.arena.empty()) return absl::OkStatus();
     for (const int64_t bytes : held_.block_bytes) REFITD_RETURN_IF_ERROR(store_->AddBlock(bytes));
     return absl::OkStatus();
   }
@@ -196,6 +202,13 @@ class Holder {
   absl::Status ShareWith(Member* member) {
     REFITD_ASSIGN_OR_RETURN(regions_,
                             Share(member, options_.kind(), held_.block_bytes, store_.get()));
+    return Prepare();
+  }
+
+  absl::Status ShareArenasWith(client::Engine* engine) {
+    const SidesIn in = options_.arena == "host" ? SidesIn::kHost : SidesIn::kDevice;
+    REFITD_ASSIGN_OR_RETURN(regions_, ShareArenas(engine, Connect(options_, store_->device_name()),
+                                                  in, held_.block_bytes, store_.get()));
     return Prepare();
   }
 
@@ -229,13 +242,13 @@ class Holder {
     return layout;
   }
 
-  json Check(int64_t version) {
+  json Check(int64_t version, bool keep = false) {
     const auto start = Clock::now();
     const auto wrong = store_->Check(version, options_.seed);
     absl::Status status = wrong.status();
     int64_t beside = 0;
-    if (status.ok()) status = store_->PoisonPieces(-1);
-    if (status.ok()) {
+    if (status.ok() && !keep) status = store_->PoisonPieces(-1);
+    if (status.ok() && !keep) {
       const auto counted = store_->CountUnpoisoned();
       status = counted.status();
       beside = counted.value_or(-1);
@@ -371,6 +384,9 @@ class TrainerRank {
     if (command == "push") return Push(words);
     if (command == "refit") return Refit(words);
     if (command == "abort") return Abort(words);
+    if (command == "rollback") {
+      return Committed(command, words.version, Clock::now(), trainer_->Rollback());
+    }
     if (command == "poison") return Answer(command, holder_.Poison());
     if (command == "memory") return holder_.Memory();
     return Answer(command, absl::InvalidArgumentError("no such command"));
@@ -529,7 +545,8 @@ class EngineRank {
     if (staged) {
       REFITD_RETURN_IF_ERROR(holder_.KeepToItself());
     } else {
-      REFITD_RETURN_IF_ERROR(holder_.ShareWith(engine_.get()));
+      REFITD_RETURN_IF_ERROR(options.arena.empty() ? holder_.ShareWith(engine_.get())
+                                                   : holder_.ShareArenasWith(engine_.get()));
       REFITD_RETURN_IF_ERROR(engine_->Register(holder_.ForClient()));
     }
     events_ = std::thread([this] { Listen(); });
@@ -540,10 +557,14 @@ class EngineRank {
   json Run(const std::string& command, std::istringstream& in) {
     const Words words(in);
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (command == "check") return holder_.Check(words.version);
+    if (command == "check") return holder_.Check(words.version, words.Has("keep"));
     if (command == "untouched") return holder_.Untouched();
     if (command == "poison") return Answer(command, holder_.Poison());
     if (command == "memory") return holder_.Memory();
+    if (command == "refuse") {
+      refuses_ = true;
+      return Answer(command, absl::OkStatus());
+    }
     if (command == "hold") return Hold(true);
     if (command == "release") return Hold(false);
     return Answer(command, absl::InvalidArgumentError("no such command"));
@@ -578,15 +599,28 @@ class EngineRank {
              {"version", aborted->version.value()},
              {"reason", aborted->reason},
              {"dirty", aborted->dirty}});
+      } else if (const auto* again = std::get_if<client::Reattached>(&*event)) {
+        OnReattached(*again);
       }
     }
+  }
+
+  // Events of the next daemon come after this, since the layout is registered first.
+  void OnReattached(const client::Reattached& again) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    json line = Answer("reattached", engine_->Register(holder_.ForClient()));
+    line["weights"] = static_cast<int>(again.weights);
+    line["version"] = again.held_version.value_or(Version()).value();
+    Say(line);
   }
 
   // Answers Prepare. Once this has the lock, the rank's work that reads or writes the weights has
   // ended.
   void OnPrepare(const client::Prepare& prepare) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (hold_) {
+    if (std::exchange(refuses_, false)) {
+      (void)engine_->Fail(prepare.version, "as asked");
+    } else if (hold_) {
       kept_ = prepare.version;
     } else if (const absl::Status status = engine_->Ready(prepare.version); !status.ok()) {
       Say(Answer("not ready", status));
@@ -617,6 +651,7 @@ class EngineRank {
   std::atomic<bool> stop_ = false;
   std::mutex mutex_;
   bool hold_ = false;
+  bool refuses_ = false;
   std::optional<Version> kept_;
 };
 
@@ -868,6 +903,11 @@ int Main(int argc, char** argv) {
                  "of both: bytes from the engine's tensors to the trainer's");
   app.add_flag("--unrecognised", options.unrecognised,
                "of both, of vmm: the daemon is not given the memory's address");
+  app.add_option("--arena", options.arena,
+                 "of an engine: its memory has two sides, which lie in the device's memory, or in "
+                 "host memory")
+      ->check(CLI::IsMember({"", "device", "host"}));
+  app.add_flag("--reattach", options.reattach, "when the daemon goes away");
   app.add_option("--duration-ms", options.duration_ms, "of an update");
   AddLayoutOptions(&app, &options.layout);
   CLI11_PARSE(app, argc, argv);

@@ -174,13 +174,21 @@ class Daemon:
         self.folder = tempfile.mkdtemp(prefix="refitd-gpu-", dir="/tmp")
         self.socket = os.path.join(self.folder, "refitd.sock")
         self.log = os.path.join(self.folder, "log")
+        self.command = [os.path.join(BIN, "refitd"), "--listen-unix", self.socket,
+                        *["--cuda-nccl-library=" + path for path in torch_nccl()[:1]], "--insecure", *flags]
+        self.environment = dict(os.environ, **(environment or {}))
+        self._start()
+
+    def _start(self):
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [os.path.join(BIN, "refitd"), "--listen-unix", self.socket,
-                 *["--cuda-nccl-library=" + path for path in torch_nccl()[:1]], "--insecure", *flags], stdout=log, stderr=log,
-                env=dict(os.environ, **(environment or {}))
-            )
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, env=self.environment)
         wait_for("refitd answers", self._answers, START_SECONDS)
+
+    def restart(self):
+        """Kills it, and starts another one on the same socket."""
+        self.process.kill()
+        self.process.wait()
+        self._start()
 
     def _answers(self):
         if self.process.poll() is not None:
@@ -338,11 +346,12 @@ class Group:
         self.daemon_seconds = answers[0].get("daemon_seconds")
         return max(answer["seconds"] for answer in answers)
 
-    def check(self, version, engines=None):
-        """Checks that every element of every engine is that version's, and that nothing beside the pieces was written.
+    def check(self, version, engines=None, keep=False):
+        """Checks that every element of every engine is that version's, and that nothing beside the pieces was written, unless the engines
+        keep it; else their memory is poisoned.
         """
         engines = self.engines if engines is None else engines
-        for engine, answer in zip(engines, self.all(engines, "check %d" % version)):
+        for engine, answer in zip(engines, self.all(engines, "check %d%s" % (version, " keep" if keep else ""))):
             expect(answer["ok"], "%s: %s", engine.name, answer.get("error"))
             expect(answer["wrong"] == 0, "%s, version %d: %d wrong elements, first %s", engine.name, version,
                    answer["wrong"], answer.get("first"))

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "client/arena.h"
 #include "client/engine.h"
 #include "client/trainer.h"
 #include "tests/gpu/rank_layout.h"
@@ -44,6 +45,19 @@ absl::StatusOr<std::vector<std::shared_ptr<client::Region>>> Share(
     }
     REFITD_ASSIGN_OR_RETURN(const Export exported, store->ExportBlock(b));
     REFITD_ASSIGN_OR_RETURN(regions.emplace_back(), ShareBlock(member, exported));
+  }
+  return regions;
+}
+
+// Makes one arena of an engine for each block.
+inline absl::StatusOr<std::vector<std::shared_ptr<client::Region>>> ShareArenas(
+    client::Engine* engine, const client::ConnectOptions& connect, SidesIn in,
+    const std::vector<int64_t>& block_bytes, Store* store) {
+  std::vector<std::shared_ptr<client::Region>> regions;
+  for (const int64_t bytes : block_bytes) {
+    REFITD_ASSIGN_OR_RETURN(auto arena, client::Arena::Make(bytes, connect, in));
+    REFITD_ASSIGN_OR_RETURN(regions.emplace_back(), engine->AddArena(std::move(arena)));
+    store->Adopt(regions.back()->data(), regions.back()->bytes());
   }
   return regions;
 }

@@ -55,7 +55,7 @@ class Store {
   // see Adopt.
   virtual absl::Status AddBlock(int64_t bytes) = 0;
   virtual absl::StatusOr<Export> ExportBlock(size_t block) = 0;
-  // kHost: takes existing memory as the next block.
+  // Takes existing memory of the device, or of the host, as the next block.
   virtual void Adopt(char* data, int64_t bytes) = 0;
 
   // The pieces lie in blocks by index: RegionId(b + 1) is block b. Later calls work on these.

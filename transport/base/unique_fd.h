@@ -2,6 +2,7 @@
 #ifndef REFITD_TRANSPORT_BASE_UNIQUE_FD_H_
 #define REFITD_TRANSPORT_BASE_UNIQUE_FD_H_
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <utility>
@@ -31,6 +32,10 @@ class UniqueFd {
  private:
   int fd_ = -1;
 };
+
+// Another descriptor of the same file, which child processes do not inherit. Not valid: there is
+// none, and errno says why.
+inline UniqueFd Duplicate(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, 0)); }
 
 }  // namespace refitd
 

@@ -109,6 +109,23 @@ absl::Status CudaApi::CopyMany(const CUdeviceptr* to, const CUdeviceptr* from, c
                  const_cast<size_t*>(bytes), count, &attributes, &attributes_from, 1, stream));
 }
 
+absl::StatusOr<int64_t> CudaApi::Granularity(const CUmemAllocationProp& memory) const {
+  size_t granularity = 0;
+  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(*this, cuMemGetAllocationGranularity, &granularity,
+                                          &memory, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
+  if (granularity == 0) return absl::InternalError("the driver's granularity is 0");
+  return static_cast<int64_t>(granularity);
+}
+
+CUmemAllocationProp PinnedMemoryOf(int device) {
+  CUmemAllocationProp memory = {};
+  memory.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  memory.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  memory.location.id = device;
+  memory.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  return memory;
+}
+
 absl::StatusOr<CUcontext> CudaContexts::Get(int device) {
   if (device < 0 || device >= devices()) {
     return Error(absl::StatusCode::kInvalidArgument, "no CUDA device {}: there are {}", device,

@@ -55,6 +55,9 @@ namespace refitd {
   V(cuMemFree, "cuMemFree_v2")                                                        \
   V(cuMemHostAlloc, "cuMemHostAlloc")                                                 \
   V(cuMemFreeHost, "cuMemFreeHost")                                                   \
+  V(cuMemHostRegister, "cuMemHostRegister_v2")                                        \
+  V(cuMemHostUnregister, "cuMemHostUnregister")                                       \
+  V(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2")                        \
   V(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2")                                        \
   V(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2")                                        \
   V(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2")                                        \
@@ -83,6 +86,9 @@ struct CudaApi {
   // FAILED_PRECONDITION if the driver refuses an argument, else UNAVAILABLE.
   absl::Status Check(std::string_view call, CUresult result) const;
 
+  // Memory of cuMemCreate comes in multiples of this.
+  absl::StatusOr<int64_t> Granularity(const CUmemAllocationProp& memory) const;
+
   // Whether the driver can issue many copies in one call. It needs a driver of CUDA 13 or later,
   // and at build time a toolkit of 12.8 or later.
   bool has_batches() const { return copy_batch != nullptr; }
@@ -104,6 +110,9 @@ struct CudaApi {
   REFITD_CUDA_CALLS(REFITD_CUDA_MEMBER)
 #undef REFITD_CUDA_MEMBER
 };
+
+// A device's memory that can be exported as a descriptor.
+CUmemAllocationProp PinnedMemoryOf(int device);
 
 // REFITD_CUDA_CALL(api, cuMemFree, address) makes the call and returns its status.
 #define REFITD_CUDA_CALL(api, call, ...) (api).Check(#call, (api).call(__VA_ARGS__))

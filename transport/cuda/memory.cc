@@ -20,9 +20,9 @@
 
 #include "transport/base/errors.h"
 #include "transport/base/mutex.h"
-#include "transport/cuda/api.h"
-#include "transport/cuda/call_watch.h"
+#include "transport/cuda/host_sides.h"
 #include "transport/cuda/lost_context.h"
+#include "transport/cuda/watched_driver.h"
 #endif
 
 namespace refitd {
@@ -31,13 +31,6 @@ namespace refitd {
 namespace {
 
 char* Pointer(CUdeviceptr address) { return reinterpret_cast<char*>(address); }
-
-// The driver, together with the watch over its calls (P4).
-struct WatchedDriver {
-  const CudaApi& api() const { return contexts->api(); }
-  std::shared_ptr<CudaContexts> contexts;
-  std::shared_ptr<CallWatch> calls;  // null: calls are not watched
-};
 
 // Turns `status` into the refusal of a member's memory: FAILED_PRECONDITION, unless the device
 // itself is the problem.
@@ -201,17 +194,11 @@ struct Allocation {
 
 // A context of the device must be current.
 absl::StatusOr<Allocation> Allocate(const CudaApi& api, int device, int64_t bytes) {
-  CUmemAllocationProp wanted = {};
-  wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  wanted.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  wanted.location.id = device;
-  wanted.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  const CUmemAllocationProp wanted = PinnedMemoryOf(device);
   Allocation made;
-  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &made.granularity,
-                                          &wanted, CU_MEM_ALLOC_GRANULARITY_MINIMUM));
-  if (made.granularity == 0) return absl::InternalError("the driver's granularity is 0");
-  const size_t units = (static_cast<size_t>(bytes) + made.granularity - 1) / made.granularity;
-  made.bytes = static_cast<int64_t>(units * made.granularity);
+  REFITD_ASSIGN_OR_RETURN(const int64_t unit, api.Granularity(wanted));
+  made.granularity = static_cast<size_t>(unit);
+  made.bytes = (bytes + unit - 1) / unit * unit;
   REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemCreate, &made.handle,
                                           static_cast<size_t>(made.bytes), &wanted, 0));
   return made;
@@ -249,15 +236,13 @@ absl::StatusOr<size_t> CheckImported(const CudaApi& api, CUmemGenericAllocationH
                  "it lies at location {} of type {}, not on device {}", have.location.id,
                  static_cast<int>(have.location.type), device);
   }
-  size_t granularity = 0;
-  REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemGetAllocationGranularity, &granularity, &have,
-                                          CU_MEM_ALLOC_GRANULARITY_MINIMUM));
-  if (granularity == 0 || bytes % static_cast<int64_t>(granularity) != 0) {
+  REFITD_ASSIGN_OR_RETURN(const int64_t granularity, api.Granularity(have));
+  if (bytes % granularity != 0) {
     return Error(absl::StatusCode::kInvalidArgument,
                  "{} bytes are not what it has: allocations are multiples of {}", bytes,
                  granularity);
   }
-  return granularity;
+  return static_cast<size_t>(granularity);
 }
 
 CUmemAccessDesc AccessBy(int device, CUmemAccess_flags flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE) {
@@ -422,6 +407,36 @@ class VmmRegion final : public DeviceRegion {
   const std::unique_ptr<const VmmMapping> mapping_;
 };
 
+// ---- pinned host memory ----
+
+class PinnedRegion final : public DeviceRegion {
+ public:
+  PinnedRegion(std::shared_ptr<RegionIndex> index, int device, char* address,
+               std::unique_ptr<const PinnedFile> file)
+      : DeviceRegion(device, address, file->bytes()),
+        index_(std::move(index)),
+        file_(std::move(file)) {}
+  // The destructor of file_, which comes after this, unpins and unmaps it.
+  ~PinnedRegion() override { index_->Remove(this); }
+
+  absl::StatusOr<char*> On(int on) const override {
+    if (on == device()) return data();
+    MutexLock lock(&mutex_);
+    const auto it = others_.find(on);
+    if (it != others_.end()) return it->second;
+    REFITD_ASSIGN_OR_RETURN(char* const address, file_->On(on));
+    others_[on] = address;
+    return address;
+  }
+
+ private:
+  const std::shared_ptr<RegionIndex> index_;
+  const std::unique_ptr<const PinnedFile> file_;
+  mutable Mutex mutex_;
+  mutable std::map<int, char*> others_
+      ABSL_GUARDED_BY(mutex_);  // asked for once: On is called often
+};
+
 // ---- buffers ----
 
 class Buffer final : public CudaBuffer {
@@ -534,7 +549,7 @@ class VmmTwoSided final : public TwoSided {
     const size_t side = back ? 1 - front_ : front_;
     const UniqueFd& imported = parts_.descriptors[side];
     if (!imported.valid()) return Export(parts_.driver.api(), parts_.sides[side].handle);
-    UniqueFd copy(fcntl(imported.get(), F_DUPFD_CLOEXEC, 0));
+    UniqueFd copy = Duplicate(imported.get());
     if (!copy.valid()) return ErrnoError(errno, "sharing a side");
     return copy;
   }
@@ -757,6 +772,18 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return Adopt(device, std::move(mapping));
   }
 
+  absl::StatusOr<std::shared_ptr<const DeviceRegion>> PinHost(int device, const UniqueFd& fd,
+                                                              int64_t bytes) override {
+    REFITD_RETURN_IF_ERROR(CheckDevice(device));
+    REFITD_ASSIGN_OR_RETURN(std::unique_ptr<const PinnedFile> file,
+                            PinnedFile::Map(driver_, device, fd, bytes));
+    REFITD_ASSIGN_OR_RETURN(char* const address, file->On(device));
+    std::shared_ptr<const DeviceRegion> region =
+        std::make_shared<PinnedRegion>(index_, device, address, std::move(file));
+    index_->Add(region);
+    return region;
+  }
+
   absl::StatusOr<DevicePool> MakePool(int device, int64_t bytes) override {
     REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
     REFITD_RETURN_IF_ERROR(lost_->status());
@@ -796,9 +823,12 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
     return made;
   }
 
-  absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int device, int64_t bytes) override {
+  absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int device, int64_t bytes,
+                                                         SidesIn in) override {
     REFITD_RETURN_IF_ERROR(CheckNew(device, bytes));
-    absl::StatusOr<std::unique_ptr<TwoSided>> made = VmmTwoSided::Make(driver_, device, bytes);
+    absl::StatusOr<std::unique_ptr<TwoSided>> made =
+        in == SidesIn::kHost ? MakeHostSides(driver_, device, bytes)
+                             : VmmTwoSided::Make(driver_, device, bytes);
     REFITD_RETURN_IF_ERROR(OfNew(device, bytes, made.status()));
     return made;
   }
@@ -806,7 +836,8 @@ class Memory final : public CudaMemory, public CudaContextsOwner {
   absl::StatusOr<std::unique_ptr<TwoSided>> OpenTwoSided(int device, SharedSides sides) override {
     REFITD_RETURN_IF_ERROR(CheckNew(device, sides.bytes));
     absl::StatusOr<std::unique_ptr<TwoSided>> opened =
-        VmmTwoSided::Open(driver_, device, std::move(sides));
+        sides.in == SidesIn::kHost ? OpenHostSides(driver_, device, std::move(sides))
+                                   : VmmTwoSided::Open(driver_, device, std::move(sides));
     if (opened.ok() || IsLost(opened.status())) return opened;
     return Prefixed(opened.status(), "two-sided memory of device {}", device);
   }

@@ -99,10 +99,12 @@ class CudaMemory : public DeviceMemory {
   // Makes a buffer. INVALID_ARGUMENT and RESOURCE_EXHAUSTED mean what they mean for MakePool.
   virtual absl::StatusOr<std::unique_ptr<CudaBuffer>> MakeBuffer(int device, int64_t bytes) = 0;
   // Makes two-sided memory on `device`, of `bytes` rounded up to the driver's granularity a side,
-  // accessible to that device alone. Its bytes are not set. Each side is exported as a descriptor
-  // that ImportDescriptor takes. Errors as of MakePool.
-  virtual absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int device, int64_t bytes) = 0;
-  // Opens such memory of another process. Errors as of ImportDescriptor.
+  // accessible to that device alone. Its bytes are not set. Each side is shared as a descriptor
+  // that ImportDescriptor takes, or, where the sides lie in host memory, PinHost. Errors as of
+  // MakePool.
+  virtual absl::StatusOr<std::unique_ptr<TwoSided>> MakeTwoSided(int device, int64_t bytes,
+                                                                 SidesIn in) = 0;
+  // Opens such memory of another process. Errors as of ImportDescriptor and PinHost.
   virtual absl::StatusOr<std::unique_ptr<TwoSided>> OpenTwoSided(int device, SharedSides sides) = 0;
   // The open region that holds [data, data + bytes), by the addresses of the region's own device;
   // null if there is none. Fast, because it is called for every piece.

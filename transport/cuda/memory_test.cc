@@ -14,12 +14,14 @@
 
 #if defined(REFITD_CUDA)
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "tests/aborts.h"
 #include "transport/base/eventually.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/fakes/fake_cuda.h"
+#include "transport/host/memory.h"
 #endif
 
 namespace refitd {
@@ -62,6 +64,9 @@ void CheckNothingOpen(const FakeCuda& fake) {
   CHECK(counts.created == 0);
   CHECK(counts.reserved == 0);
   CHECK(counts.mapped == 0);
+  CHECK(counts.allocations == 0);
+  CHECK(counts.host_registered == 0);
+  CHECK(counts.streams == 0);
 }
 
 TEST_CASE("without a driver or a device there is no device memory, in the driver's words") {
@@ -378,11 +383,22 @@ TEST_CASE("a pool of no size, of no device, or that the driver refuses leaves no
   CHECK(memory->MakePool(0, kMiB).ok());
 }
 
+// A side as another process maps it.
+std::shared_ptr<const DeviceRegion> Import(CudaMemory* memory, SidesIn in, const TwoSided& two,
+                                           bool back) {
+  auto imported = in == SidesIn::kHost ? memory->PinHost(1, *two.Share(back), two.bytes())
+                                       : memory->ImportDescriptor(1, *two.Share(back), two.bytes());
+  INFO(imported.status());
+  REQUIRE(imported.ok());
+  return *std::move(imported);
+}
+
 TEST_CASE("a flip shows at one address what importers wrote to the other side") {
   FakeCuda fake;
   const auto memory = MakeMemory();
+  const SidesIn in = GENERATE(SidesIn::kDevice, SidesIn::kHost);
   {
-    auto made = memory->MakeTwoSided(1, kMiB + 1);
+    auto made = memory->MakeTwoSided(1, kMiB + 1, in);
     REQUIRE(made.ok());
     TwoSided& two = **made;
     CHECK(two.bytes() == 2 * kMiB);
@@ -390,10 +406,8 @@ TEST_CASE("a flip shows at one address what importers wrote to the other side") 
     REQUIRE(two.CopyToBack().ok());
     std::array<std::shared_ptr<const DeviceRegion>, 2> sides;
     for (const bool back : {false, true}) {
-      auto imported = memory->ImportDescriptor(1, *two.Share(back), two.bytes());
-      REQUIRE(imported.ok());
-      CHECK((*imported)->data()[0] == 1);
-      sides[back ? 1 : 0] = *std::move(imported);
+      sides[back ? 1 : 0] = Import(memory.get(), in, two, back);
+      CHECK(sides[back ? 1 : 0]->data()[0] == 1);
     }
     const char* const data = two.data();
     for (int round = 2; round < 6; ++round) {
@@ -411,12 +425,11 @@ TEST_CASE("a flip shows at one address what importers wrote to the other side") 
 TEST_CASE("the other side is read at an address of its own, of which nothing stays") {
   FakeCuda fake;
   const auto memory = MakeMemory();
+  const SidesIn in = GENERATE(SidesIn::kDevice, SidesIn::kHost);
   {
-    const auto made = *memory->MakeTwoSided(1, kMiB);
+    const auto made = *memory->MakeTwoSided(1, kMiB, in);
     TwoSided& two = *made;
-    const auto imported = memory->ImportDescriptor(1, *two.Share(true), two.bytes());
-    REQUIRE(imported.ok());
-    std::memset((*imported)->data(), 3, kMiB);
+    std::memset(Import(memory.get(), in, two, /*back=*/true)->data(), 3, kMiB);
     const auto mapped = two.MapBack();
     REQUIRE(mapped.ok());
     CHECK((*mapped)[kMiB - 1] == 3);
@@ -426,7 +439,7 @@ TEST_CASE("the other side is read at an address of its own, of which nothing sta
     two.UnmapBack();
     REQUIRE(two.Flip().ok());
     CHECK(two.data()[kMiB - 1] == 3);
-    fake.FailAt("cuMemMap", 1, 801);
+    fake.FailAt(in == SidesIn::kHost ? "cuMemHostGetDevicePointer" : "cuMemMap", 1, 801);
     CHECK_FALSE(two.MapBack().ok());
     REQUIRE(two.MapBack().ok());  // until the memory's end
   }
@@ -438,7 +451,7 @@ TEST_CASE("a flip that the driver refuses leaves the side that was mapped") {
   const auto memory = MakeMemory();
   const std::string call = GENERATE("cuMemUnmap", "cuMemMap", "cuMemSetAccess");
   {
-    auto made = memory->MakeTwoSided(0, kMiB);
+    auto made = memory->MakeTwoSided(0, kMiB, SidesIn::kDevice);
     REQUIRE(made.ok());
     TwoSided& two = **made;
     std::memset(two.data(), 1, kMiB);
@@ -458,7 +471,7 @@ TEST_CASE("two-sided memory is opened by its descriptors, to be read until write
   FakeCuda fake;
   const auto memory = MakeMemory();
   {
-    auto made = memory->MakeTwoSided(1, kMiB);
+    auto made = memory->MakeTwoSided(1, kMiB, SidesIn::kDevice);
     REQUIRE(made.ok());
     std::memset((*made)->data(), 1, static_cast<size_t>((*made)->bytes()));
     REQUIRE((*made)->Flip().ok());
@@ -493,7 +506,7 @@ TEST_CASE("sides that can't be opened are named, and leave nothing behind") {
   FakeCuda fake;
   const auto memory = MakeMemory();
   {
-    const auto made = *memory->MakeTwoSided(1, kMiB);
+    const auto made = *memory->MakeTwoSided(1, kMiB, SidesIn::kDevice);
     const auto sides = [&](int64_t bytes) {
       return SharedSides{*made->Share(false), *made->Share(true), bytes};
     };
@@ -513,21 +526,96 @@ TEST_CASE("sides that can't be opened are named, and leave nothing behind") {
   CheckNothingOpen(fake);
 }
 
+TEST_CASE("sides in host memory are read and written by all devices, and take the GPU's once") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  {
+    const auto made = *memory->MakeTwoSided(1, kMiB, SidesIn::kHost);
+    CHECK(fake.Count().allocations == 1);
+    CHECK(fake.Count().host_registered == 2);
+    CHECK(fake.Count().created == 0);
+    const auto side = Import(memory.get(), SidesIn::kHost, *made, /*back=*/true);
+    CHECK(side->device() == 1);
+    CHECK(side->On(0).value() == side->data());
+    CHECK(memory->Find(side->data() + 5, 8) == side);
+    CHECK(fake.Count().host_registered == 3);
+    const UniqueFd open(memfd_create("unsealed", MFD_CLOEXEC));
+    CHECK(absl::IsInvalidArgument(memory->PinHost(1, open, kMiB).status()));
+    CHECK(absl::IsInvalidArgument(memory->PinHost(1, *made->Share(true), 64 * kMiB).status()));
+    CHECK(absl::IsInvalidArgument(memory->PinHost(7, *made->Share(true), kMiB).status()));
+  }
+  CheckNothingOpen(fake);
+}
+
+TEST_CASE(
+    "a flip from host memory that fails leaves the side that was shown, or says that none is") {
+  FakeCuda fake;
+  const auto memory = MakeMemory();
+  const auto made = *memory->MakeTwoSided(0, kMiB, SidesIn::kHost);
+  TwoSided& two = *made;
+  std::memset(two.data(), 1, kMiB);
+  REQUIRE(two.CopyToBack().ok());
+  std::memset(Import(memory.get(), SidesIn::kHost, two, /*back=*/true)->data(), 2, kMiB);
+  const bool lost = GENERATE(false, true);
+  const char* const call = GENERATE("cuStreamCreate", "cuMemcpyHtoDAsync", "cuStreamSynchronize");
+  fake.FailAt(call, 1, lost ? 700 : 801);  // all calls fail after an illegal address
+  const absl::Status refused = two.Flip();
+  INFO(call << ": " << refused);
+  CHECK(refused.ok() == false);
+  CHECK(absl::IsDataLoss(refused) == lost);
+  // Both sides are as they were: the next process of the rank finds the version before.
+  SharedSides sides{*two.Share(false), *two.Share(true), two.bytes(), SidesIn::kHost};
+  const auto front = HostRegion::Map(sides.front, kMiB, Access::kReadOnly, false);
+  const auto back = HostRegion::Map(sides.back, kMiB, Access::kReadOnly, false);
+  CHECK((*front)->data()[kMiB - 1] == 1);
+  CHECK((*back)->data()[kMiB - 1] == 2);
+  if (lost) return;
+  CHECK(two.data()[kMiB - 1] == 1);
+  REQUIRE(two.Flip().ok());
+  CHECK(two.data()[kMiB - 1] == 2);
+  const auto next = *memory->OpenTwoSided(0, std::move(sides));
+  CHECK(next->data()[kMiB - 1] == 1);
+  REQUIRE(next->Flip().ok());
+  CHECK(next->data()[kMiB - 1] == 2);
+}
+
 TEST_CASE("two-sided memory that can't be made leaves nothing behind") {
   FakeCuda fake;
   const auto memory = MakeMemory();
+  for (const char* call : {"cuMemHostRegister", "cuMemAlloc"}) {
+    INFO(call);
+    fake.FailAt(call, 1, 801);
+    CHECK_FALSE(memory->MakeTwoSided(0, kMiB, SidesIn::kHost).ok());
+    CheckNothingOpen(fake);
+  }
+  {
+    const auto made = *memory->MakeTwoSided(0, kMiB, SidesIn::kHost);
+    const int registered = fake.Count().host_registered;
+    for (const char* call : {"cuMemHostRegister", "cuMemAlloc", "cuMemcpyHtoDAsync"}) {
+      INFO(call);
+      fake.FailAt(call, 1, 801);
+      CHECK_FALSE(memory
+                      ->OpenTwoSided(0, {*made->Share(false), *made->Share(true), made->bytes(),
+                                         SidesIn::kHost})
+                      .ok());
+      CHECK(fake.Count().host_registered == registered);
+      CHECK(fake.Count().allocations == 1);
+    }
+  }
   for (const char* call : {"cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"}) {
     INFO(call);
     const int at = GENERATE(1, 2);
     fake.FailAt(call, at, 801);
-    const bool made = memory->MakeTwoSided(0, kMiB).ok();
+    const bool made = memory->MakeTwoSided(0, kMiB, SidesIn::kDevice).ok();
     CHECK((!made || at == 2));
     fake.FailAt(call, 0, 0);
     CheckNothingOpen(fake);
   }
-  CHECK(memory->MakeTwoSided(7, kMiB).status().code() == absl::StatusCode::kInvalidArgument);
-  CHECK(memory->MakeTwoSided(0, 0).status().code() == absl::StatusCode::kInvalidArgument);
-  CHECK(memory->MakeTwoSided(0, int64_t{1} << 50).status().code() ==
+  CHECK(memory->MakeTwoSided(7, kMiB, SidesIn::kDevice).status().code() ==
+        absl::StatusCode::kInvalidArgument);
+  CHECK(memory->MakeTwoSided(0, 0, SidesIn::kDevice).status().code() ==
+        absl::StatusCode::kInvalidArgument);
+  CHECK(memory->MakeTwoSided(0, int64_t{1} << 50, SidesIn::kDevice).status().code() ==
         absl::StatusCode::kInvalidArgument);
 }
 
@@ -572,9 +660,7 @@ TEST_CASE("a call that opens, makes or closes device memory and hangs is told") 
   int exported = -1;
   fake.ExportVmm(0, 2 * kMiB, &exported);
   const UniqueFd fd(exported);
-  const auto import = [&] {
-    return memory->ImportDescriptor(0, UniqueFd(fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)), 2 * kMiB);
-  };
+  const auto import = [&] { return memory->ImportDescriptor(0, Duplicate(fd.get()), 2 * kMiB); };
   using Held = std::shared_ptr<const void>;
   struct Case {
     const char* call;

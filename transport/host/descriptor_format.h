@@ -27,7 +27,8 @@ enum class DescriptorRequestKind : uint32_t {
   kTakeKept = 4,
 };
 
-enum class RegionKind : uint32_t { kMemfd = 1, kDevice = 2 };
+// kPinned: a memfd as of kMemfd, for the GPU that the lease names to read and write.
+enum class RegionKind : uint32_t { kMemfd = 1, kDevice = 2, kPinned = 3 };
 
 struct DescriptorRequest {
   uint32_t magic = kDescriptorMagic;
@@ -49,8 +50,8 @@ static_assert(sizeof(DescriptorRequest) == 64 && std::is_trivially_copyable_v<De
 struct DescriptorReply {
   uint32_t magic = kDescriptorMagic;
   uint32_t version = kDescriptorWireVersion;
-  uint32_t code = 0;  // a gRPC status code
-  uint32_t reserved = 0;
+  uint32_t code = 0;         // a gRPC status code
+  RegionKind region_kind{};  // kTakeKept: by which the side is registered; else 0
   uint64_t region_id = 0;
   int64_t bytes = 0;       // of the pool, or the side
   int64_t slot_bytes = 0;  // of the pool

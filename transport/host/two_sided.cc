@@ -1,6 +1,5 @@
 #include "transport/host/two_sided.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 
 #include <array>
@@ -73,7 +72,7 @@ class HostTwoSided final : public TwoSided {
         writable_(writable) {}
 
   absl::StatusOr<UniqueFd> Share(bool back) const override {
-    UniqueFd shared(fcntl(sides_[back ? 1 - front_ : front_].get(), F_DUPFD_CLOEXEC, 0));
+    UniqueFd shared = Duplicate(sides_[back ? 1 - front_ : front_].get());
     if (!shared.valid()) return ErrnoError(errno, "sharing a side");
     return shared;
   }

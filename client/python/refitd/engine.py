@@ -397,10 +397,10 @@ class Engine(Member):
         if module is not None:
             self._places = Places(module, getattr(layout, "parameter_names", None))
 
-    def restore(self, module: torch.nn.Module, *, buffers: bool = True) -> bool:
+    def restore(self, module: torch.nn.Module, *, buffers: bool = True, back: str = "device") -> bool:
         """Gives a module's parameters and persistent buffers memory with two sides. With Engine(restore=True) that is the
-        memory of this rank's last process, if the daemon keeps it and the same module was moved there by refitd.adopt(arena=True): it is read-only
-        until it is registered, which this does. Else it is new, and its bytes are not set.
+        memory of this rank's last process, if the daemon keeps it and the same module was moved there by refitd.adopt(arena=True): it must not be
+        written until it is registered, which this does. Else it is new, and its bytes are not set.
 
         The module needs no memory of its own for them (build it on the device "meta"); what values they have are let go. The Parameter objects
         become others, as by `module.to_empty`, and keep attributes and ties. Buffers that are not persistent stay as they are.
@@ -408,6 +408,7 @@ class Engine(Member):
         Args:
             module: A torch module.
             buffers: Whether persistent buffers are placed and registered as well.
+            back: As in refitd.adopt, of new memory.
 
         Returns:
             Whether the memory holds `version`, whose Committed is then the next event, and the module is registered. If not, load the weights and
@@ -420,7 +421,7 @@ class Engine(Member):
         from .layout.placement import place_in_arenas
 
         kept = self.take_kept()
-        place_in_arenas(module, kept, self.device, buffers)
+        place_in_arenas(module, kept, self.device, buffers, back)
         if not kept:
             return False
         try:
@@ -428,7 +429,7 @@ class Engine(Member):
         except DataLoss:
             return False
         except BaseException:
-            place_in_arenas(module, [], self.device, buffers)  # the kept memory can't be written
+            place_in_arenas(module, [], self.device, buffers, back)  # the kept memory can't be written
             raise
         return True
 

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd  # noqa: E402
-from refitd.layout.placement import empty_in_arena  # noqa: E402
+from refitd.layout.placement import KeptArenas, empty_in_arena  # noqa: E402
 from refitd.layout.shards import collect  # noqa: E402
 from refitd.serving import Settings  # noqa: E402
 from refitd.serving.ahead import Portion, as_before, portions, prepack, try_out  # noqa: E402
@@ -187,7 +187,7 @@ class RankTest(DaemonTest):
     def setUp(self):
         super().setUp()
         self.module = Doubling()
-        (self.loaded,) = empty_in_arena([((4,), "float32")], torch.device("cpu"))
+        (self.loaded,) = empty_in_arena([((4,), "float32")], torch.device("cpu"), KeptArenas())
         layout = collect({"w": self.loaded})
         self.portions = portions({"m": self.module}, {"w": self.loaded}, {"w": {id(self.module)}})
         self.portions[0].allocate()
@@ -260,7 +260,7 @@ class RankTest(DaemonTest):
 
     def test_what_was_processed_of_an_update_that_was_given_up_gets_nowhere(self):
         other = self.engine(instance="b")
-        (held,) = empty_in_arena([((4,), "float32")], torch.device("cpu"))
+        (held,) = empty_in_arena([((4,), "float32")], torch.device("cpu"), KeptArenas())
         other.register({"w": held})
         refit = self.begin(1)
         self.process_ahead(1)

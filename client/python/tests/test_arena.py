@@ -102,7 +102,7 @@ class ArenaTest(DaemonTest):
             self.assertTrue(torch.equal(tensor, before[name]), name)
         self.assertEqual(model.head.weight.data_ptr(), model.embed.weight.data_ptr())
         addresses = [parameter.data_ptr() for parameter in model.parameters()]
-        refitd.adopt(model, arena=True)  # there already
+        refitd.adopt(model, arena=True, back="host")  # there already
         self.assertEqual(addresses, [parameter.data_ptr() for parameter in model.parameters()])
         engine = self.engine()
         engine.register(model)
@@ -132,6 +132,8 @@ class ArenaTest(DaemonTest):
         self.assertNotEqual(model.embed.weight.data_ptr(), address)
         with self.assertRaisesRegex(refitd.InvalidArgument, "warm_up is for arenas"):
             refitd.adopt(model, warm_up=counts)
+        with self.assertRaisesRegex(refitd.InvalidArgument, "back: 'disk' is none of device, host"):
+            refitd.adopt(model, arena=True, back="disk")
 
     def test_the_engine_serves_its_version_until_ready(self):
         model, engine = self.adopted()

@@ -156,7 +156,8 @@ class ServerSettings(unittest.TestCase):
     """Settings that contradict each other."""
 
     def test_a_restart_needs_an_arena_and_no_proof_with_random_weights(self):
-        self.assertTrue(Settings.of({"restore": "on", "arena": "device"}, {}).restores)
+        for arena in ("device", "host"):
+            self.assertTrue(Settings.of({"restore": "on", "arena": arena}, {}).restores)
         for other in ({}, {"arena": "device", "proof": "require"}):
             with self.assertRaisesRegex(InvalidArgument, "restore") as caught:
                 Settings.of({"restore": "on", **other}, {})

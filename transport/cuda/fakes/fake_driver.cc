@@ -919,6 +919,37 @@ CUresult cuMemFreeHost(void* data) {
   return CUDA_SUCCESS;
 }
 
+CUresult cuMemHostRegister_v2(void* data, size_t bytes, unsigned flags) {
+  const Call call("cuMemHostRegister");
+  if (call.failed()) return call.result;
+  // Without both flags other contexts and kernels can't use the memory.
+  if (flags != (CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  const auto [it, is_new] = call.fake->ranges.try_emplace(reinterpret_cast<uintptr_t>(data));
+  if (!is_new) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+  it->second = {.bytes = bytes, .reach = AllDevices(*call.fake), .pinned = true};
+  ++call.fake->counts.host_registered;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostUnregister(void* data) {
+  const Call call("cuMemHostUnregister");
+  if (call.failed()) return call.result;
+  if (call.fake->ranges.erase(reinterpret_cast<uintptr_t>(data)) == 0) {
+    return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  }
+  --call.fake->counts.host_registered;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* address, void* data, unsigned /*flags*/) {
+  const Call call("cuMemHostGetDevicePointer");
+  if (call.failed()) return call.result;
+  *address = reinterpret_cast<CUdeviceptr>(data);
+  return Holding(*call.fake, *address, 1) != nullptr ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
 // ---- streams ----
 
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {

@@ -14,6 +14,7 @@ struct FakeCudaCounts {
   int mapped = 0;
   int allocations = 0;       // device memory
   int host_allocations = 0;  // pinned
+  int host_registered = 0;   // memory of others, pinned
   int streams = 0;
   int events = 0;
   int modules = 0;

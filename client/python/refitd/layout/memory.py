@@ -342,15 +342,18 @@ class Arena:
     """Memory with two sides for an engine's weights (`refitd.adopt`): `nbytes` bytes from `pointer`, on a device or the host. All tensors
     made of it keep it."""
 
-    def __init__(self, pointer: int, nbytes: int, handle: Any) -> None:
-        """`handle`: the C arena, which is closed with the last reference."""
+    def __init__(self, pointer: int, nbytes: int, handle: Any, back: str) -> None:
+        """`handle`: the C arena, which is closed with the last reference. `back`: one of BACKS."""
         self.number = next(_arena_numbers)  # in the order in which arenas were made
         self.pointer = pointer
         self.nbytes = nbytes
         self.handle = handle
+        self.back = back
         _table.add(self)
 
 
+# Where versions of a device's arena are written, by the C library's numbers.
+BACKS = ("device", "host")
 _arena_numbers = itertools.count()
 
 

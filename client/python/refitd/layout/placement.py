@@ -12,14 +12,20 @@ from .._core import ends_soon, interruptible, native
 from .._core.native import made_by, text
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from . import devices
-from .memory import Arena, DeviceBytes, HostBytes, Region, aligned, digest, locate, resolve, torch_dtype
+from .memory import BACKS, Arena, DeviceBytes, HostBytes, Region, aligned, digest, locate, resolve, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
 
 def adopt(
-    module: torch.nn.Module, *, buffers: bool = True, inherit: bool = True, arena: bool = False, warm_up: Callable[[], Any] | None = None
+    module: torch.nn.Module,
+    *,
+    buffers: bool = True,
+    inherit: bool = True,
+    arena: bool = False,
+    back: str = "device",
+    warm_up: Callable[[], Any] | None = None,
 ) -> Region | None:
     """Moves a module's parameters, and buffers, into memory that the daemon can write; they keep their values, shapes and ties.
 
@@ -29,7 +35,7 @@ def adopt(
     Without `arena` CPU tensors move into one new region. With it all tensors on the device of the first move into arenas: memory with two
     sides for the weights of an engine, which takes twice the bytes. Versions are then written to the other side while the engine serves;
     Prepare comes with `flip` when a version is complete and verified, and ready() exchanges the sides, which takes microseconds on the host
-    and milliseconds on a GPU. Addresses stay. What the module itself writes while it serves (counters, statistics) must not be in an arena: the
+    and milliseconds on a GPU (with `back` "host": a copy over PCIe). Addresses stay. What the module itself writes while it serves (counters, statistics) must not be in an arena: the
     other side would not have it.
 
     Args:
@@ -39,6 +45,9 @@ def adopt(
             other memory, a child has its own copy from the fork on). False: children don't have the weights, and a child that touches them
             ends by SIGSEGV. Children share an arena, and must not read it while its sides are exchanged.
         arena: Whether the memory has two sides.
+        back: With `arena`, of weights on a GPU: "device" has both sides there, which takes twice the bytes; "host", for a GPU without room for
+            that, writes versions into pinned host memory, which takes twice the bytes of that and the bytes once on the GPU, and ready()
+            copies the version to the GPU.
         warm_up: With `arena`: runs the module as it will serve. It is called before anything moves, and may write nothing that is to move.
 
     Returns:
@@ -47,13 +56,15 @@ def adopt(
     Raises:
         ResourceExhausted: There is too little memory.
         FailedPrecondition: `warm_up` wrote to a tensor, which the error names. Nothing was moved.
-        InvalidArgument: `warm_up` without `arena`.
+        InvalidArgument: `warm_up` without `arena`, or another `back`.
     """
+    if back not in BACKS:
+        raise InvalidArgument(f"back: {back!r} is none of {', '.join(BACKS)}", culprit="back")
     if arena:
         weights = _weights(module, buffers)
         if warm_up is not None:
             _check_unwritten(module, weights, warm_up)
-        adopt_in_arenas(weights)
+        adopt_in_arenas(weights, KeptArenas(back=back))
         return None
     if warm_up is not None:
         raise InvalidArgument("warm_up is for arenas: other memory keeps what the module writes", culprit="warm_up")
@@ -99,11 +110,12 @@ def adopt_tensors(tensors: Iterable[torch.Tensor], inherit: bool = True) -> Regi
 
 class KeptArenas:
     """Arenas of this rank's last process, which another process gives out again as that one made them: tensors that are placed there have the
-    values that lie there. The memory is read-only until it is registered. Not thread-safe."""
+    values that lie there. The memory must not be written until it is registered. Not thread-safe."""
 
-    def __init__(self, arenas: Sequence[Arena] = ()) -> None:
-        """`arenas`: in the order in which they were made."""
+    def __init__(self, arenas: Sequence[Arena] = (), back: str = "device") -> None:
+        """`arenas`: in the order in which they were made. `back`: of arenas that are made where these do not suffice."""
         self._all = list(arenas)
+        self.back = back
         self.taken = 0  # how many were taken; may be set back where the tensors that were placed there are not used
 
     def __len__(self) -> int:
@@ -127,7 +139,7 @@ class KeptArenas:
         return self._all[self.taken - 1]
 
 
-def adopt_in_arenas(tensors: Iterable[torch.Tensor], kept: KeptArenas | None = None) -> list[torch.Tensor]:
+def adopt_in_arenas(tensors: Iterable[torch.Tensor], kept: KeptArenas) -> list[torch.Tensor]:
     """Moves the storages of the tensors on the first one's device into arenas, as `adopt` does; the tensor objects stay the same. Arenas are
     those of `kept`, or else new.
 
@@ -141,12 +153,12 @@ def adopt_in_arenas(tensors: Iterable[torch.Tensor], kept: KeptArenas | None = N
     kind = devices.kind_of(device)
     found = _storages(listed, "cpu" if kind is None else kind.torch_type)
     for batch in _batches(found, device, _capacities(device, _room_for(found), kept)):
-        arena = kept.take(_room_for(batch), device) if kept is not None else None
+        arena = kept.take(_room_for(batch), device)
         if arena is not None:
             placed += [tensor for tensors in batch for tensor in tensors]
             _move(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena), copy=False)
             continue
-        arena = _new_arena(_room_for(batch), device)
+        arena = _new_arena(_room_for(batch), device, kept.back)
         _move(batch, devices.bytes_at(device, arena.pointer, arena.nbytes, arena))
     if kind is not None:
         kind.synchronize_all(device)
@@ -159,7 +171,7 @@ HOST_BYTES = 1 << 30  # of an arena on the host at least, if the model has as mu
 MOST_BYTES: int | None = None  # of an arena, for measurements: on an H200 each arena makes the pause 0.09 ms longer
 
 
-def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.device, kept: KeptArenas | None = None) -> list[torch.Tensor]:
+def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.device, kept: KeptArenas) -> list[torch.Tensor]:
     """Tensors of these shapes and dtypes in one arena on the device: the next of `kept`, or a new one; their values are not set. Raises
     ResourceExhausted."""
     sizes = [math.prod(shape) * resolve(dtype).itemsize for shape, dtype in shapes]
@@ -170,7 +182,7 @@ def empty_in_arena(shapes: Sequence[tuple[Sequence[int], str]], device: torch.de
     kind = devices.kind_of_type(device.type)
     name = None if kind is None else kind.name_of(device)
     total = sum(aligned(nbytes) for nbytes in sizes)
-    arena = (kept.take(total, name) if kept is not None else None) or _new_arena(total, name)
+    arena = kept.take(total, name) or _new_arena(total, name, kept.back)
     room = devices.bytes_at(name, arena.pointer, arena.nbytes, arena)
     made, at = [], 0
     for (shape, dtype), nbytes in zip(shapes, sizes):
@@ -185,11 +197,11 @@ def _arena_bytes(nbytes: int, device: str | None) -> int:
     return -(-nbytes // unit) * unit
 
 
-def _new_arena(nbytes: int, device: str | None) -> Arena:
+def _new_arena(nbytes: int, device: str | None, back: str) -> Arena:
     connect = native.sized(native.refit_connect_options, device=text(device), **devices.connect_fields())
 
     def make() -> Arena:
-        made = made_by("refit_arena_new", ctypes.byref(connect), nbytes, free="refit_arena_free", what="an arena")
+        made = made_by("refit_arena_new", ctypes.byref(connect), nbytes, BACKS.index(back), free="refit_arena_free", what="an arena")
         return arena_of(made)
 
     return interruptible(make, cancel=ends_soon)
@@ -225,7 +237,7 @@ def arena_of(made: native.Handle) -> Arena:
     """The arena of a C handle. Not for a thread on which signal handlers run."""
     library = native.library()
     with made as handle:
-        return Arena(library.refit_arena_data(handle), library.refit_arena_bytes(handle), made)
+        return Arena(library.refit_arena_data(handle), library.refit_arena_bytes(handle), made, BACKS[library.refit_arena_back(handle)])
 
 
 def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> list[list[torch.Tensor]]:
@@ -242,14 +254,14 @@ def _storages(tensors: Iterable[torch.Tensor], device_type: str) -> list[list[to
     return list(found.values())
 
 
-def _capacities(device: str | None, whole: int, kept: KeptArenas | None = None) -> Iterator[int]:
+def _capacities(device: str | None, whole: int, kept: KeptArenas) -> Iterator[int]:
     """Yields how many bytes the next arena may have, of `whole` that a model takes: those of the next kept one, if there is one. A new arena needs
-    twice its bytes beside the tensors that move into it. So its two sides take three quarters of what is free on a device; on the host, where more
-    arenas cost nothing, an eighth of the model."""
+    twice its bytes beside the tensors that move into it, or once with the back in host memory. So it takes three quarters of what is free on a
+    device; on the host, where more arenas cost nothing, an eighth of the model."""
     kind = devices.kind_of(device)
     while True:
         nbytes = whole // MOST_ARENAS
-        if kept is not None and kept.next_bytes is not None:
+        if kept.next_bytes is not None:
             nbytes = kept.next_bytes
         elif MOST_BYTES is not None:
             nbytes = MOST_BYTES
@@ -258,7 +270,7 @@ def _capacities(device: str | None, whole: int, kept: KeptArenas | None = None) 
         else:
             kind.synchronize_all(device)
             kind.release_unused()
-            nbytes = max(nbytes, kind.free_bytes(device) * 3 // 8)
+            nbytes = max(nbytes, kind.free_bytes(device) * 3 // (4 if kept.back == "host" else 8))
         yield nbytes
 
 
@@ -320,13 +332,14 @@ def like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def place_in_arenas(module: torch.nn.Module, kept: Sequence[Arena], device: str | None, buffers: bool) -> None:
+def place_in_arenas(module: torch.nn.Module, kept: Sequence[Arena], device: str | None, buffers: bool, back: str) -> None:
     """Gives the module's parameters and persistent buffers memory in arenas, where adopt(arena=True) would put them; what memory they have is
     let go, with its values. They become other Parameter objects, as by torch's `to_empty`, and keep attributes and ties.
 
     Args:
         kept: The arenas to use, if their number and sizes are those that the module needs; else new ones are made, whose bytes are not set.
         device: A device's name; None or "host": host memory.
+        back: As in adopt(), of new arenas.
     """
     import torch
 
@@ -341,9 +354,9 @@ def place_in_arenas(module: torch.nn.Module, kept: Sequence[Arena], device: str 
     arenas = list(kept)
     if [arena.nbytes for arena in kept] != [_arena_bytes(_room_for(batch), device) for batch in batches]:
         batches, arenas = [], []
-        for batch in _batches(storages, device, _capacities(device, _room_for(storages))):
+        for batch in _batches(storages, device, _capacities(device, _room_for(storages), KeptArenas(back=back))):
             batches.append(batch)
-            arenas.append(_new_arena(_room_for(batch), device))
+            arenas.append(_new_arena(_room_for(batch), device, back))
     placed: dict[int, torch.Tensor] = {}
     with torch.no_grad():
         for batch, arena in zip(batches, arenas):

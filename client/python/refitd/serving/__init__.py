@@ -21,7 +21,7 @@ from ..layout.memory import resolve
 PAUSES = ("keep", "wait", "abort")
 CACHES = ("reset", "keep")
 PROOFS = ("report", "require", "off")  # what is unproved is reported or refused; or the proof does not run
-ARENAS = ("off", "device")
+ARENAS = ("off", "device", "host")
 RESTORES = ("off", "on")
 # The default of Settings.loader_bytes.
 LOADER_BYTES = 8 << 30
@@ -41,7 +41,8 @@ class Settings:
     `loader_bytes`: the most memory that a rank spends on tensors that can't be delivered in place; a model that needs more is
     refused by name.
     `arena`: "device" keeps the weights in memory with two sides (refitd.adopt), so that a version arrives while the engine serves, and only the
-    exchange of the sides pauses it; "off" does not. Workers read it from the environment, when they load the model.
+    exchange of the sides pauses it; "host" does so with versions in pinned host memory, which are copied to the GPU in the pause; "off" does
+    neither. Workers read it from the environment, when they load the model.
     `restore`: "on" lets the daemon keep the arenas of an engine that ends, and an engine that starts in its place takes them up with their version
     (Engine.restore); "off" does not. Needs `arena`, and not `proof` "require", which needs random weights. Workers read it, and `group`,
     `instance` and `socket`, as they do `arena`.

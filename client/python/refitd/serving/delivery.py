@@ -130,7 +130,7 @@ def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: 
     except FailedPrecondition:
         return  # decide() refuses the model for the same reason
     kept = find_kept()
-    arenas = None if kept is None else kept.arenas
+    arenas = KeptArenas() if kept is None else kept.arenas
     moved = [entry for entry in held if entry.is_parameter and entry.name not in why]
     placed = {id(tensor) for tensor in adopt_in_arenas((entry.tensor for entry in moved), arenas)}
     if kept is not None and not placed and kept.arenas.taken:
@@ -272,11 +272,21 @@ class Delivery:
         self.ahead.remove(portion)
         self.in_pause.update(dict.fromkeys(portion.modules, why))
 
+    def _arenas(self) -> list[Arena]:
+        """The arenas in which the boxes lie, loader tensors included."""
+        found = {locate(pointer, 1) for box in self.boxes if (pointer := getattr(box.memory, "pointer", None)) is not None}
+        return [arena for arena in found if isinstance(arena, Arena)]
+
     @property
     def arena_bytes(self) -> int:
-        """The bytes of one side of the arenas in which the boxes lie, loader tensors included."""
-        found = {locate(pointer, 1) for box in self.boxes if (pointer := getattr(box.memory, "pointer", None)) is not None}
-        return sum(arena.nbytes for arena in found if isinstance(arena, Arena))
+        """The bytes of one side of the arenas."""
+        return sum(arena.nbytes for arena in self._arenas())
+
+    @property
+    def flip(self) -> str | None:
+        """What ready() does to put a staged version into place: "remap", or with a back in host memory "host"; None: there are no arenas."""
+        backs = {arena.back for arena in self._arenas()}
+        return None if not backs else "host" if "host" in backs else "remap"
 
     def summary(self) -> dict[str, Any]:
         """Counts and names, for logs, `GET /refitd/delivery` and tests."""
@@ -291,6 +301,7 @@ class Delivery:
             "in_pause": dict(sorted(self.in_pause.items())),
             "loader_bytes": self.loader_bytes,
             "arena_bytes": self.arena_bytes,
+            "flip": self.flip,
             "proof": None if self.proof is None else self.proof.summary(),
         }
 
@@ -541,7 +552,7 @@ def _delivery_of(
     total += sum(entry.beside for entry in packing)
     _check_room(total, settings.loader_bytes, processed)
     kept = getattr(model, KEPT, None)
-    in_arenas = (kept.arenas if kept is not None else KeptArenas()) if settings.in_arenas else None
+    in_arenas = (kept.arenas if kept is not None else KeptArenas(back=settings.arena)) if settings.in_arenas else None
     loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], device, in_arenas)
     attention = [module for module in model.modules() if inside.is_attention(module)]
     made = Delivery(

@@ -160,6 +160,7 @@ class Driver:
             "staged": self._staged,
             "content": self.content,
             "behind": machine.behind,
+            "arena": self.settings.arena,
             "updates": self.updates,
             "last_pause_seconds": self.last_pause_seconds,
             "reason": machine.reason,

@@ -91,8 +91,9 @@ class TakeUp:
 
 def find_kept(settings: Settings, instance: str, rank: int, world_size: int, device: Any, client: str) -> Kept:
     """What is kept of the rank. An engine of which nothing is kept, or that can't ask, starts as any other. `device`: of the weights."""
+    none = Kept(KeptArenas(back=settings.arena))
     if not (settings.group and settings.instance and settings.restores):
-        return Kept()
+        return none
     connect = replace(settings.connect(client), wait_seconds=KEPT_SECONDS)
     try:
         lease = _engine(settings, instance, rank, world_size, device, connect, restore=True)
@@ -103,11 +104,11 @@ def find_kept(settings: Settings, instance: str, rank: int, world_size: int, dev
             raise
     except Error as error:
         logging.getLogger(f"{client}.refitd").warning("refitd: nothing that was kept is taken up: %s", error)
-        return Kept()
+        return none
     if not arenas:
         lease.close()
-        return Kept()
-    return Kept(KeptArenas(arenas), lease, (settings.group, instance, rank, world_size))
+        return none
+    return Kept(KeptArenas(arenas, settings.arena), lease, (settings.group, instance, rank, world_size))
 
 
 def _engine(settings: Settings, instance: str, rank: int, world_size: int, device: Any, connect: Connect, **options: Any) -> Engine:
