@@ -36,12 +36,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Optional, Protocol, TypeVar, Union
+from typing import Any, Optional, Protocol, Union
 
 from ..engine import Aborted, Committed, Engine, Event, Lost, Prepare, Reattached, Weights
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
 from ..layout import devices
 from . import Settings
+from .proof import Value
 
 logger = logging.getLogger("vllm.refitd")
 
@@ -460,9 +461,6 @@ class Driver:
                     outcomes.append(event)
         except Exception as error:
             outcomes.append(error)
-
-
-Value = TypeVar("Value")
 
 
 class Alone:
