@@ -295,7 +295,8 @@ void Coordinator::Impl::Report(NodeId node, PeerReport& report) {
           Opened(node, r);
         } else if constexpr (std::is_same_v<R, CommunicatorUp>) {
           CameUp(node, r);
-        } else if constexpr (kIsOneOf<R, std::variant<ReadyEvent, EngineFailed, AckEvent>>) {
+        } else if constexpr (kIsOneOf<R, std::variant<ReadyEvent, ProcessedEvent, EngineFailed,
+                                                      AckEvent>>) {
           FeedOf(node, std::move(r));
         } else if constexpr (!std::is_same_v<R, PeerPong>) {
           // A pong shows only that the node is alive (JoinedNodes::Heard).

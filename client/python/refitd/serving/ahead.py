@@ -1,6 +1,6 @@
 """Post-processing of a version while the engine still serves the one before, so that the pause need not hold it.
 
-From Prepare with `flip` on the version lies in the other side of the arenas, complete and verified. Modules that must be post-processed are
+From Staged on the version lies in the other side of the arenas, complete and verified. Modules that must be post-processed are
 processed from there, one *portion* between two steps of the engine, into memory beside the model. In the pause, after the commit, these bytes
 are copied to where kernels and captured graphs read them; modules that only prepack get the packed copy. An update that is given up leaves
 nothing behind.
@@ -210,10 +210,12 @@ def try_out(
 
 
 def _tensors(made: Any) -> list[Any]:
-    """A forward's result: a tensor, tensors by name, or nothing."""
+    """A forward's result: a tensor, several, tensors by name, or nothing."""
     import torch
 
-    return [made] if isinstance(made, torch.Tensor) else list(getattr(made, "tensors", {}).values())
+    if isinstance(made, torch.Tensor):
+        return [made]
+    return list(made) if isinstance(made, list) else list(getattr(made, "tensors", {}).values())
 
 
 def _finite(made: Any) -> bool:
