@@ -14,7 +14,7 @@ import refitd  # noqa: E402
 from refitd.layout.placement import empty_in_arena  # noqa: E402
 from refitd.layout.shards import collect  # noqa: E402
 from refitd.serving import Settings  # noqa: E402
-from refitd.serving.ahead import Portion, as_before, portions, prepack, try_out  # noqa: E402
+from refitd.serving.ahead import Portion, as_before, portions, prepack, try_beside, try_out  # noqa: E402
 from refitd.serving.delivery import Delivery  # noqa: E402
 from refitd.serving.driver import Driver  # noqa: E402
 from refitd.serving.rank import Rank  # noqa: E402
@@ -148,6 +148,32 @@ class PortionsTest(unittest.TestCase):
         self.assertIn("becomes something else", Tried(makes_something_else).why["m"])
         self.assertIn("becomes something else", Tried(reads_what_is_gone).why["m"])
         self.assertEqual(Tried(fails).why, {"m": "can't be tried: ValueError: no kernel"})
+
+    def test_a_trial_that_keeps_the_weights_finds_what_is_not_right_ahead(self):
+        def tried(aside, packs=False):
+            module = Doubling()
+            loaded = torch.arange(4.0)
+            module.weight.copy_(2 * loaded)
+            module.quant_method = types.SimpleNamespace()
+            portion = Portion({"m": module}, {"w": loaded}, packs=packs)
+            why = try_beside([portion], lambda name: torch.full((4,), 9.0), lambda portion, tensors: aside(module, portion, tensors), module)
+            self.assertEqual((module.weight.tolist(), loaded.tolist()), ([0.0, 2.0, 4.0, 6.0], [0.0, 1.0, 2.0, 3.0]))
+            self.assertEqual((portion.done, portion.packed), (False, None))
+            return why
+
+        def make(portion, value):
+            portion.made["m"][0]["weight"].copy_(value)
+
+        def change(module, portion, tensors):
+            make(portion, 2 * tensors["w"])
+            module.scratch.add_(1)
+
+        self.assertEqual(tried(lambda module, portion, tensors: make(portion, 2 * tensors["w"])), {})
+        self.assertIn("something else", tried(lambda module, portion, tensors: make(portion, 3 * tensors["w"]))["m"])
+        self.assertIn("is the same", tried(lambda module, portion, tensors: make(portion, module.weight))["m"])
+        self.assertIn("computes meanwhile", tried(change)[""])
+        self.assertIn("can't be compared", tried(None, packs=True)["m"])
+        self.assertIn("can't be tried: TypeError", tried(lambda module, portion, tensors: None + 1)["m"])
 
     def test_a_trial_of_which_nothing_is_seen_shows_nothing(self):
         for made in (torch.ones(3), torch.full((3,), torch.nan)):

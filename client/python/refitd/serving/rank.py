@@ -95,7 +95,7 @@ def find_kept(settings: Settings, instance: str, rank: int, world_size: int, dev
         return Kept()
     connect = replace(settings.connect(client), wait_seconds=KEPT_SECONDS)
     try:
-        lease = _engine(settings, instance, rank, world_size, device, connect, restore=True)
+        lease = _engine(settings, instance, rank, world_size, device, connect, restore=True, wants_staged=True)
         try:
             arenas = lease.take_kept()
         except BaseException:
@@ -397,7 +397,7 @@ class Rank:
         if lease is not None:
             try:
                 _register(lease, delivery)
-                self._member, self._wants_staged = lease, False
+                self._member, self._wants_staged = lease, self._driven
                 return
             except Error as error:
                 lease.close()
