@@ -997,6 +997,11 @@ struct UpdateView {
   LeftOut left_out;                           // so far
   std::string waits_for;                      // a running one's: who is waited for now
 };
+// How far the run of an update's program is, as the coordinator's daemon knows it.
+struct RunProgress {
+  int64_t bytes = 0;  // stored by nodes that have ended their shares, and by this daemon so far
+  double rounds = 0;  // the share of the wire's rounds that this daemon has ended; 0: it has none
+};
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {
   UpdateId id;
@@ -1080,11 +1085,11 @@ class Group {
   bool SendsFrom(NodeId node) const;
   // Why the instances of that node take part in no update; empty: they take part.
   std::string KeptOut(NodeId node) const;
-  GroupView View(TimePoint now) const;
+  GroupView View(TimePoint now, const RunProgress& run = {}) const;
   // The update that View would show, at the cost of that update's own instances.
-  std::optional<UpdateView> ViewUpdate(TimePoint now) const;
+  std::optional<UpdateView> ViewUpdate(TimePoint now, const RunProgress& run = {}) const;
   // The running update or catch-up, or else the one that ended last.
-  std::optional<UpdateView> ViewLatest(TimePoint now) const;
+  std::optional<UpdateView> ViewLatest(TimePoint now, const RunProgress& run = {}) const;
   // Which update ViewLatest would show and its state; takes no time, so that callers can poll it.
   std::optional<UpdateMark> MarkLatest() const;
   // The standings of the instances that may have changed since the last call, those of instances

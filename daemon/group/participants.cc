@@ -288,6 +288,12 @@ int64_t UpdateParticipants::WrittenBytes() const {
   return bytes;
 }
 
+int64_t UpdateParticipants::UnwrittenBytes() const {
+  int64_t bytes = 0;
+  for (const uint32_t d : Destinations()) bytes += catalog_->expected_bytes(d) - bytes_written_[d];
+  return bytes;
+}
+
 // ---- the end ----
 
 void UpdateParticipants::Evict(uint32_t index, const std::string& reason, const Failure& failure) {

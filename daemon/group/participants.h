@@ -136,6 +136,7 @@ class UpdateParticipants {
   // DATA_LOSS: an in-place rank still in the update was not written in full.
   absl::Status WrittenInFull() const;
   int64_t WrittenBytes() const;
+  int64_t UnwrittenBytes() const;  // of the instances still in the update
 
   // ---- the end ----
 
