@@ -65,7 +65,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   absl::StatusOr<std::shared_ptr<Arena>> TakeKept(int index) override;
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
-  absl::Status Ready(Version version) override;
+  absl::Status Processed(Version version) override;
+  absl::Status Ready(Version version, std::optional<Duration> stopped) override;
   absl::Status Ack(const Part& part) override;
   absl::Status Fail(Version version, const std::string& reason) override;
   Weights weights() const override;
@@ -120,7 +121,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // lease or of one that has ended.
   absl::Status Register(EngineLease* session, const Layout& layout, Arenas arenas, bool withdraws)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
-  absl::Status AnswerReady(Version version);
+  absl::Status AnswerReady(Version version, std::optional<TimePoint> stopped);
   // The outcome of an update for which the sides were exchanged.
   void Settle(EngineLease* session, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
@@ -144,6 +145,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   std::optional<Version> content_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<ArenaRegion>> arenas_ ABSL_GUARDED_BY(register_mutex_);
   Arenas registered_ ABSL_GUARDED_BY(mutex_);        // that the registered layout lies in
+  TimePoint prepared_ ABSL_GUARDED_BY(mutex_);       // when the caller took the last Prepare
   bool must_flip_ ABSL_GUARDED_BY(mutex_) = false;   // before the next Ready
   bool rolls_back_ ABSL_GUARDED_BY(mutex_) = false;  // by that flip
   bool flipped_ ABSL_GUARDED_BY(mutex_) = false;     // for an update whose outcome did not come
@@ -186,6 +188,7 @@ v1::EngineMessage Hello(const EngineOptions& options, TimePoint deadline) {
   hello->set_trainer_identity(options.trainer_identity);
   hello->set_dirty(options.dirty);
   hello->set_restore(options.restore);
+  hello->set_wants_staged(options.wants_staged);
   hello->set_catch_up(options.catch_up && CatchesUp(options.delivery));
   return message;
 }
@@ -430,8 +433,11 @@ Event EngineImpl::Take(EngineLease* session, const v1::EngineEvent& message) {
   if (message.has_bucket()) return TakePart(*session, message.bucket());
   Event event = DecodeEvent(message);
   MutexLock lock(&mutex_);
-  if (const auto* prepare = std::get_if<Prepare>(&event)) {
+  if (const auto* staged = std::get_if<Staged>(&event)) {
+    state_.OnStaged(staged->version, session->Update(message.staged().update_id()));
+  } else if (const auto* prepare = std::get_if<Prepare>(&event)) {
     state_.OnPrepare(prepare->version, session->Update(message.prepare().update_id()));
+    prepared_ = std::chrono::steady_clock::now();
     must_flip_ = prepare->flip;
     rolls_back_ = prepare->content.has_value();
   } else if (auto* committed = std::get_if<Committed>(&event)) {
@@ -552,18 +558,31 @@ void EngineImpl::Settle(EngineLease* session, bool committed) {
   }
 }
 
-absl::Status EngineImpl::Ready(Version version) {
+absl::Status EngineImpl::Processed(Version version) {
+  MutexLock lock(&mutex_);
+  REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
+  if (dropped) return absl::OkStatus();
+  REFITD_ASSIGN_OR_RETURN(const UpdateId update, state_.Processed(version));
+  v1::EngineMessage message;
+  message.mutable_processed()->set_version(version.value());
+  message.mutable_processed()->set_update_id(EngineLease::ToProto(update));
+  return OrDropped(Send(update, std::move(message)));
+}
+
+absl::Status EngineImpl::Ready(Version version, std::optional<Duration> stopped) {
+  std::optional<TimePoint> since;
+  if (stopped.has_value()) since = std::chrono::steady_clock::now() - *stopped;
   const bool flips = [this] {
     MutexLock lock(&mutex_);
     return must_flip_;
   }();
-  if (!flips) return AnswerReady(version);
+  if (!flips) return AnswerReady(version, since);
   // If a layout's answer is on its way, the arenas to flip are those of that layout (P1).
   MutexLock lock(&register_mutex_);
-  return AnswerReady(version);
+  return AnswerReady(version, since);
 }
 
-absl::Status EngineImpl::AnswerReady(Version version) {
+absl::Status EngineImpl::AnswerReady(Version version, std::optional<TimePoint> stopped) {
   std::vector<std::shared_ptr<const SlotMemory>> over;  // unmapped after the lock
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
@@ -581,6 +600,9 @@ absl::Status EngineImpl::AnswerReady(Version version) {
   v1::EngineMessage message;
   message.mutable_ready()->set_version(version.value());
   message.mutable_ready()->set_update_id(EngineLease::ToProto(state_.update()));
+  const Duration paused = std::chrono::steady_clock::now() - stopped.value_or(prepared_);
+  message.mutable_ready()->set_stopped_us(
+      std::chrono::duration_cast<std::chrono::microseconds>(paused).count());
   return OrDropped(Send(state_.update(), std::move(message)));
 }
 

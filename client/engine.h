@@ -103,6 +103,18 @@ struct EngineOptions {
   // PERMISSION_DENIED: they are kept for another user. Not with held_version or dirty
   // (INVALID_ARGUMENT).
   bool restore = false;
+  // In-place delivery over arenas: a Staged event comes when a version is staged, before Prepare.
+  bool wants_staged = false;
+};
+
+// The version lies in the backs of the rank's arenas, complete and verified, and stays there until
+// the outcome: the rank prepares what it can while it serves, and then calls Engine::Processed.
+// Prepare follows, also if that was not called in time; or Aborted, after which nothing that was
+// made of the version may be used.
+struct Staged {
+  Version version;
+  std::chrono::milliseconds remaining{0};  // until Processed is due
+  std::optional<Version> content{};        // as Prepare::content
 };
 
 struct Prepare {
@@ -152,7 +164,8 @@ struct Reattached {
   std::optional<Version> held_version;  // the version that this rank holds, as its hello named it
 };
 
-using Event = std::variant<Nothing, Prepare, Part, Committed, Aborted, Draining, Lost, Reattached>;
+using Event =
+    std::variant<Nothing, Staged, Prepare, Part, Committed, Aborted, Draining, Lost, Reattached>;
 
 // Thread-safe, but events should be answered by one thread. Destroying it detaches.
 class Engine : public SharesMemory {
@@ -188,9 +201,14 @@ class Engine : public SharesMemory {
   // lease ended, and that the client does not try (any more) to attach again; weights() then tells
   // whether the weights are whole.
   virtual absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) = 0;
-  // Says that this rank no longer reads its weights. FAILED_PRECONDITION: no Prepare of this
-  // version is unanswered.
-  virtual absl::Status Ready(Version version) = 0;
+  // Says that this rank has done what it can with a staged version while it serves.
+  // FAILED_PRECONDITION: no Staged of this version is unanswered, since Prepare has come, say.
+  virtual absl::Status Processed(Version version) = 0;
+  // Says that this rank no longer reads its weights, and for how long it has not: by that the
+  // daemon counts pauses. nullopt: since Next() returned Prepare. FAILED_PRECONDITION: no Prepare
+  // of this version is unanswered.
+  virtual absl::Status Ready(Version version, std::optional<Duration> stopped) = 0;
+  absl::Status Ready(Version version) { return Ready(version, std::nullopt); }
   // Says that the part's views are no longer used: on a GPU, all device work that reads them has
   // ended (a stream was synchronised, an event was waited for). Parts handed out before Fail or
   // Aborted must be acknowledged too: their slots are in use until then, or until Ready for a later

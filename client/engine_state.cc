@@ -8,7 +8,13 @@ bool EngineState::Running(Version version) const {
   return phase_ != Phase::kIdle && phase_ != Phase::kLost && running_ == version;
 }
 
+void EngineState::OnStaged(Version version, UpdateId update) {
+  staged_.emplace(version, update);
+  processed_ = false;
+}
+
 void EngineState::OnPrepare(Version version, UpdateId update) {
+  staged_.reset();
   // No outcome of the update before came, so its weights can't count as clean.
   if (phase_ == Phase::kReady || phase_ == Phase::kFailed) settled_ = Weights::kDirty;
   phase_ = Phase::kPrepared;
@@ -30,17 +36,20 @@ bool EngineState::OnCommitted(Version version) {
 }
 
 bool EngineState::OnAborted(Version version, bool dirty) {
+  const bool staged = staged_.has_value() && staged_->first == version;
+  if (staged) staged_.reset();
   const bool running = Running(version);
   // This holds even if no update runs here: another incarnation of the group makes every instance
   // dirty.
   if (dirty) settled_ = Weights::kDirty;
   if (running) phase_ = Phase::kIdle;
-  return running || dirty;
+  return running || staged || dirty;
 }
 
 void EngineState::OnLost() {
   if (phase_ == Phase::kReady || phase_ == Phase::kFailed) settled_ = Weights::kUnknown;
   phase_ = Phase::kLost;
+  staged_.reset();
 }
 
 void EngineState::OnReattached() {
@@ -58,6 +67,14 @@ absl::Status EngineState::Ready(Version version) {
   phase_ = Phase::kReady;
   std::erase_if(outstanding_, [this](const auto& part) { return part.first != update_; });
   return absl::OkStatus();
+}
+
+absl::StatusOr<UpdateId> EngineState::Processed(Version version) {
+  if (staged_.has_value() && staged_->first == version && !std::exchange(processed_, true)) {
+    return staged_->second;
+  }
+  return Error(absl::StatusCode::kFailedPrecondition,
+               "Processed({}): no Staged of this version is unanswered", version);
 }
 
 absl::Status EngineState::Ack(UpdateId update, PartSeq part) {

@@ -1,6 +1,8 @@
 // The state of an engine rank's weights, and the answers that the rank may give in it: pure.
 //
 //   phase      event or answer        next phase     weights afterwards
+//   Idle       Staged(v)              Idle           unchanged; Processed(v) is due until Prepare,
+//                                                    Aborted or the lease's end
 //   Idle       Prepare(v)             Prepared       kPaused
 //   Prepared   Ready(v)               Ready          kPaused
 //   Prepared   Fail(v)                Refused        kPaused
@@ -9,7 +11,8 @@
 //   Ready      Committed(v)           Idle           kClean, version v
 //   Failed     Committed(v)           Idle           kDirty: Fail(v) came too late to stop the
 //                                                    commit, and this rank does not have v
-//   any but Idle  Aborted(v, dirty)   Idle           kDirty if dirty, else as before Prepare
+//   any but Idle  Aborted(v, dirty)   Idle           kDirty if dirty, else as before Prepare; so in
+//                                                    Idle after Staged(v)
 //   Prepared, Refused  lease lost     Lost           as before Prepare: nothing is written before
 //                                                    Ready
 //   Ready, Failed      lease lost     Lost           kUnknown until a commit (P2: the outcome is
@@ -30,6 +33,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "client/engine.h"
 
 namespace refitd::client {
@@ -43,6 +47,7 @@ class EngineState {
       : settled_(dirty ? Weights::kDirty : Weights::kClean), version_(held) {}
 
   // Events. False: the event does not belong to the running update, and changed nothing.
+  void OnStaged(Version version, UpdateId update);
   void OnPrepare(Version version, UpdateId update);
   bool OnPart(UpdateId update, PartSeq part);
   bool OnCommitted(Version version);  // weights() tells whether this rank has it
@@ -60,6 +65,7 @@ class EngineState {
   void OnReattached();
 
   // Answers. FAILED_PRECONDITION if the answer is not due; nothing is changed then.
+  absl::StatusOr<UpdateId> Processed(Version version);  // returns the update that it answers
   absl::Status Ready(Version version);
   absl::Status CheckReady(Version version) const;  // whether Ready would be accepted
   // Ready ends the parts of earlier updates: they are no longer outstanding.
@@ -83,6 +89,8 @@ class EngineState {
   Phase phase_ = Phase::kIdle;
   Version running_;  // has no meaning in kIdle and kLost
   UpdateId update_;
+  std::optional<std::pair<Version, UpdateId>> staged_;  // whose outcome or Prepare has not come
+  bool processed_ = false;                              // `staged_` was answered
   Weights settled_;                 // the weights outside of an update: kClean, kDirty, kUnknown
   std::optional<Version> version_;  // of the weights, if they are kClean
   std::set<std::pair<UpdateId, PartSeq>> outstanding_;

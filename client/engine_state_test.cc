@@ -58,6 +58,28 @@ TEST_CASE("an engine serves what it held at attach until it gets another outcome
   CHECK_FALSE(EngineState(std::nullopt).version().has_value());
 }
 
+TEST_CASE("a staged version is answered once, until its update goes on or ends") {
+  EngineState state(kOld);
+  CHECK(absl::IsFailedPrecondition(state.Processed(kNew).status()));
+  state.OnStaged(kNew, kUpdate);
+  CHECK(state.weights() == Weights::kClean);
+  CHECK(state.version() == kOld);
+  CHECK(absl::IsFailedPrecondition(state.Processed(kOld).status()));
+  CHECK(absl::IsFailedPrecondition(state.Fail(kNew)));
+  CHECK(state.Processed(kNew).value() == kUpdate);
+  CHECK(absl::IsFailedPrecondition(state.Processed(kNew).status()));
+  // The outcome without a Prepare is for the caller all the same, once.
+  CHECK(state.OnAborted(kNew, /*dirty=*/false));
+  CHECK_FALSE(state.OnAborted(kNew, /*dirty=*/false));
+  CHECK(state.version() == kOld);
+  const UpdateId next(8);
+  state.OnStaged(kNew, next);
+  SECTION("Prepare") { state.OnPrepare(kNew, next); }
+  SECTION("Aborted") { state.OnAborted(kNew, /*dirty=*/false); }
+  SECTION("the lease's end") { state.OnLost(); }
+  CHECK(absl::IsFailedPrecondition(state.Processed(kNew).status()));
+}
+
 TEST_CASE("what the daemon found in the memory counts until a commit, and on clean weights only") {
   EngineState engine(std::nullopt);
   CHECK(engine.OnRestored(kOld));

@@ -14,6 +14,13 @@ namespace {
 
 void ShowOne(const Nothing&, std::vector<refit_view>*, refit_event*) {}
 
+void ShowOne(const Staged& staged, std::vector<refit_view>*, refit_event* shown) {
+  shown->kind = REFIT_EVENT_STAGED;
+  shown->version = staged.version.value();
+  shown->remaining_ms = staged.remaining.count();
+  shown->content = staged.content.value_or(staged.version).value();
+}
+
 void ShowOne(const Prepare& prepare, std::vector<refit_view>*, refit_event* shown) {
   shown->kind = REFIT_EVENT_PREPARE;
   shown->version = prepare.version.value();
@@ -68,6 +75,11 @@ std::optional<Version> ContentOf(const Message& message) {
 }  // namespace
 
 Event DecodeEvent(const v1::EngineEvent& event) {
+  if (event.has_staged()) {
+    const v1::Staged& staged = event.staged();
+    return Staged{Version(staged.version()), std::chrono::milliseconds(staged.remaining_ms()),
+                  ContentOf(staged)};
+  }
   if (event.has_prepare()) {
     const v1::Prepare& prepare = event.prepare();
     return Prepare{Version(prepare.version()), std::chrono::milliseconds(prepare.remaining_ms()),

@@ -48,6 +48,16 @@ refit_event Shown(const Event& event) {
 }
 
 TEST_CASE("events keep their fields from the message to the C structure") {
+  v1::EngineEvent staged;
+  staged.mutable_staged()->set_version(4);
+  staged.mutable_staged()->set_remaining_ms(50);
+  CHECK(Shown(DecodeEvent(staged)).kind == REFIT_EVENT_STAGED);
+  CHECK(Shown(DecodeEvent(staged)).version == 4);
+  CHECK(Shown(DecodeEvent(staged)).remaining_ms == 50);
+  CHECK(Shown(DecodeEvent(staged)).content == 4);
+  staged.mutable_staged()->set_content_version(1);
+  CHECK(Shown(DecodeEvent(staged)).content == 1);
+
   v1::EngineEvent message;
   message.mutable_prepare()->set_version(3);
   message.mutable_prepare()->set_remaining_ms(40);

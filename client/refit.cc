@@ -428,6 +428,7 @@ absl::StatusOr<client::EngineOptions> EngineOptionsOf(const refit_engine_options
   options.trainer_identity = Text(given.trainer_identity);
   options.dirty = given.dirty != 0;
   options.restore = given.restore != 0;
+  options.wants_staged = given.wants_staged != 0;
   if (given.catch_up != REFIT_CATCH_UP_DEFAULT && given.catch_up != REFIT_CATCH_UP_NEVER) {
     return InvalidField("catch_up", "catch_up is {}", given.catch_up);
   }
@@ -869,9 +870,19 @@ refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_e
   return status;
 }
 
-refit_status refit_engine_ready(refit_engine* engine, int64_t version) {
-  return Guarded(
-      [&] { return engine == nullptr ? Null("engine") : engine->engine->Ready(Version(version)); });
+refit_status refit_engine_processed(refit_engine* engine, int64_t version) {
+  return Guarded({{engine, "engine"}}, [&] { return engine->engine->Processed(Version(version)); });
+}
+
+refit_status refit_engine_ready(refit_engine* engine, int64_t version, int64_t stopped_us) {
+  return Guarded({{engine, "engine"}}, [&] {
+    // An update takes no day (limits of daemon/config.cc), and the sum with a time must not
+    // overflow.
+    constexpr std::chrono::microseconds kLongest = std::chrono::hours(24);
+    std::optional<refitd::Duration> stopped;
+    if (stopped_us >= 0) stopped = std::min(std::chrono::microseconds(stopped_us), kLongest);
+    return engine->engine->Ready(Version(version), stopped);
+  });
 }
 
 refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part) {

@@ -13,6 +13,8 @@
  * (refit_engine_register) unless it takes loader delivery, and then answers events for as long as
  * it serves. It calls refit_engine_next, and does what the event's kind asks for:
  *
+ * - STAGED (only if asked for): prepare what can be while serving, then call
+ *   refit_engine_processed.
  * - PREPARE: pause, synchronise the device, then call refit_engine_ready.
  * - PART (loader delivery only): load the views, then call refit_engine_ack.
  * - COMMITTED: resume on the new version.
@@ -644,6 +646,9 @@ typedef struct refit_engine_options {
   /* With held_version, if the refit_event.content that came with it was another version: that. */
   int32_t has_held_content;
   int64_t held_content;
+  /* Not 0 (in-place delivery over arenas): STAGED comes when a version is staged, before PREPARE.
+   */
+  int32_t wants_staged;
 } refit_engine_options;
 #define REFIT_ENGINE_OPTIONS_INIT \
   { .struct_size = sizeof(refit_engine_options) }
@@ -704,7 +709,12 @@ enum {
    * views any more, and go on calling refit_engine_next(). Answers to events of the lost lease are
    * dropped. */
   REFIT_EVENT_LOST = 6,
-  REFIT_EVENT_REATTACHED = 7 /* `version` is what this rank holds; -1: no whole version */
+  REFIT_EVENT_REATTACHED = 7, /* `version` is what this rank holds; -1: no whole version */
+  /* With wants_staged only. The version lies in the arenas' other sides, complete and verified, and
+   * stays there until the outcome: prepare what can be while serving, then
+   * refit_engine_processed(). PREPARE follows, also if that was not called in time; or ABORTED,
+   * after which nothing that was made of the version may be used. */
+  REFIT_EVENT_STAGED = 8
 };
 
 /* A tensor, or its elements [start, start + count), in a mapped slot. It lies at a multiple of its
@@ -724,7 +734,9 @@ typedef struct refit_event {
   int32_t kind;
   int32_t dirty; /* ABORTED: the instance has no version until the next commit */
   int64_t version;
-  int64_t remaining_ms; /* PREPARE: what remains of the update; with `flip` until Ready is due */
+  /* PREPARE: what remains of the update; with `flip` until Ready is due. STAGED: until
+   * refit_engine_processed() is due. */
+  int64_t remaining_ms;
   int64_t tensor_count; /* PREPARE: tensors that the update brings; 0: unknown */
   uint64_t update_id;   /* PART */
   int64_t part;         /* PART */
@@ -741,7 +753,8 @@ typedef struct refit_event {
    * version; 0: the update did not read that memory back. */
   uint64_t digest;
   int32_t flip; /* PREPARE: the version lies in the arenas' other sides, complete and verified */
-  /* PREPARE, COMMITTED: the version whose content it is; of a rollback another than `version`. */
+  /* STAGED, PREPARE, COMMITTED: the version whose content it is; of a rollback another than
+   * `version`. */
   int64_t content;
 } refit_event;
 #define REFIT_EVENT_INIT \
@@ -751,10 +764,13 @@ typedef struct refit_event {
  * reason, and that no event is left; refit_engine_weights() then tells whether the weights are
  * whole. */
 refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_event* event);
-/* Answers to a PREPARE and to a PART; a part is named by its event's update_id and part.
- * REFIT_FAILED_PRECONDITION if no such answer is due. After an ABORTED, unacknowledged parts must
- * still be acknowledged, because their slots are in use until then. */
-refit_status refit_engine_ready(refit_engine* engine, int64_t version);
+/* Answers to a STAGED, a PREPARE and a PART; a part is named by its event's update_id and part.
+ * REFIT_FAILED_PRECONDITION if no such answer is due: refit_engine_processed() is not, once PREPARE
+ * has come. After an ABORTED, unacknowledged parts must still be acknowledged, because their slots
+ * are in use until then. `stopped_us`: for how many microseconds this rank has not read its
+ * weights, by which the daemon counts pauses; below 0: since refit_engine_next() gave PREPARE. */
+refit_status refit_engine_processed(refit_engine* engine, int64_t version);
+refit_status refit_engine_ready(refit_engine* engine, int64_t version, int64_t stopped_us);
 refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part);
 /* Tells the daemon that this rank can't go on with the update. Parts not yet handed out are
  * dropped; parts already handed out must still be acknowledged. ABORTED follows. If the update was

@@ -66,6 +66,8 @@ constexpr std::array kSettings = {
     Setting{"limits-max-duration-ms", "limits.max_duration_ms", "that Begin may ask for", 1,
             kMaxLimitMs},
     Setting{"limits-ready-ms", "limits.ready_ms", "Prepare to Ready", 1, kMaxLimitMs},
+    Setting{"limits-processing-ms", "limits.processing_ms",
+            "Staged to an engine's answer that it has processed the version", 1, kMaxLimitMs},
     Setting{"limits-ack-ms", "limits.ack_ms", "a bucket to its acknowledgement", 1, kMaxLimitMs},
     Setting{"limits-idle-ms", "limits.idle_ms", "an update without any call", 1, kMaxLimitMs},
     Setting{"limits-lease-ms", "limits.lease_ms", "a leased slot not submitted", 1, kMaxLimitMs},

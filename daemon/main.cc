@@ -110,6 +110,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.group.default_duration = Ms(limits.default_duration_ms());
   options.group.max_duration = Ms(limits.max_duration_ms());
   options.group.ready_limit = Ms(limits.ready_ms());
+  options.group.processing_limit = Ms(limits.processing_ms());
   options.group.ack_limit = Ms(limits.ack_ms());
   options.group.idle_limit = Ms(limits.idle_ms());
   options.group.grant_limit = Ms(limits.lease_ms());

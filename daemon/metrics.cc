@@ -23,7 +23,8 @@ using prometheus::MetricType;
 using Label = ClientMetric::Label;
 using Labels = std::vector<Label>;
 
-constexpr std::array<std::string_view, 4> kPhaseNames = {"prepare", "data", "verify", "flip"};
+constexpr std::array<std::string_view, 5> kPhaseNames = {"prepare", "data", "verify", "process",
+                                                         "flip"};
 constexpr std::array<std::string_view, 3> kMoveNames = {"copy", "broadcast", "exchange"};
 // The names of FillEnd's values, in their order.
 constexpr std::array<std::string_view, 3> kCatchUpEndNames = {"committed", "gave_way", "failed"};
@@ -126,7 +127,8 @@ void Metrics::UpdateEnded(const UpdateReport& report) {
     counts->pushed_bytes[i] += Positive(report.pushed_bytes[i]);
   }
   counts->total.Observe(report.total);
-  const std::array phases = {report.prepare, report.data, report.verify, report.flip};
+  const std::array phases = {report.prepare, report.data, report.verify, report.process,
+                             report.flip};
   for (size_t i = 0; i < phases.size(); ++i) {
     if (phases[i] > Duration::zero()) counts->phases[i].Observe(phases[i]);
   }
@@ -397,10 +399,11 @@ void Metrics::ShowPauses(const v1::GroupStatus& group, const GroupCounts& counts
     if (pauses == counts.pauses.end()) continue;
     families->Seconds(
         "refitd_pause_seconds",
-        "From when the coordinator asked the instance's ranks to pause (Prepare) to when it sent "
-        "them the outcome, which lets them go on, in updates, rollbacks and catch-ups, committed "
-        "or not; an engine that answers requests before it is Ready serves in a part of that. "
-        "Exported by the coordinator.",
+        "From when the first of the instance's ranks stopped, as they say with Ready, to when the "
+        "coordinator sent them the outcome, which lets them go on, in updates, rollbacks and "
+        "catch-ups, committed or not. A rank that does not say so, or never answered, counts from "
+        "Prepare. What an engine does after the outcome, before it answers requests again, is not "
+        "counted. Exported by the coordinator.",
         {{"group", group.name()}, {"engine", instance.name()}}, pauses->second.histogram);
   }
 }

@@ -83,7 +83,7 @@ class Metrics : public DaemonObserver {
     HistogramOf<kPauseBuckets> histogram;
     uint64_t last = 0;  // how many updates were committed before its last pause ended
   };
-  static constexpr size_t kPhases = 4;
+  static constexpr size_t kPhases = 5;
   static constexpr size_t kMoves = 3;
   static constexpr size_t kCatchUpEnds = 3;
   struct GroupCounts {

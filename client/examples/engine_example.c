@@ -44,7 +44,7 @@ static int handle(refit_engine* engine, const refit_event* event, char* weights)
   refit_status status = REFIT_OK;
   switch (event->kind) {
     case REFIT_EVENT_PREPARE:
-      status = refit_engine_ready(engine, event->version);
+      status = refit_engine_ready(engine, event->version, -1);
       break;
     case REFIT_EVENT_PART:
       for (int64_t i = 0; i < event->view_count; ++i) load(&event->views[i], weights);

@@ -301,7 +301,12 @@ void Group::Impl::On(const ReadyEvent& e) {
   if (!Next(member->state, MemberTrigger::kReady).has_value()) return;
   // A rank that is ready for this update reads no slot of earlier updates.
   slots.EndReads(e.member);
-  update->participants.MarkReady(member, update->awaits_ready());
+  update->participants.MarkReady(member, e.stopped, update->awaits_ranks());
+}
+
+void Group::Impl::On(const ProcessedEvent& e) {
+  if (update == nullptr || update->id != e.update || update->state != UpdateState::kStaged) return;
+  if (update->participants.Of(e.member).has_value()) update->participants.MarkProcessed(e.member);
 }
 
 void Group::Impl::FailUnready() {

@@ -136,6 +136,10 @@ struct Coordinator::Impl {
   // lost.
   void DropOwing();
 
+  RunProgress Progress() const {
+    if (!update.has_value()) return {};
+    return update->Progress(worker.ProgressOf(update->record().id));
+  }
   bool update_runs() const { return update.has_value() && !update->record().abandoned; }
   Worker::Output Out() { return {actions, &own_reports}; }
   template <typename Action>
@@ -295,7 +299,8 @@ void Coordinator::Impl::Report(NodeId node, PeerReport& report) {
           Opened(node, r);
         } else if constexpr (std::is_same_v<R, CommunicatorUp>) {
           CameUp(node, r);
-        } else if constexpr (kIsOneOf<R, std::variant<ReadyEvent, EngineFailed, AckEvent>>) {
+        } else if constexpr (kIsOneOf<R, std::variant<ReadyEvent, ProcessedEvent, EngineFailed,
+                                                      AckEvent>>) {
           FeedOf(node, std::move(r));
         } else if constexpr (!std::is_same_v<R, PeerPong>) {
           // A pong shows only that the node is alive (JoinedNodes::Heard).
@@ -889,10 +894,10 @@ absl::Status Coordinator::CanRegisterLayout(MemberId member) const {
 }
 
 std::optional<UpdateView> Coordinator::ViewUpdate(TimePoint now) const {
-  return impl_->group.ViewUpdate(now);
+  return impl_->group.ViewUpdate(now, impl_->Progress());
 }
 std::optional<UpdateView> Coordinator::ViewLatest(TimePoint now) const {
-  return impl_->group.ViewLatest(now);
+  return impl_->group.ViewLatest(now, impl_->Progress());
 }
 std::optional<UpdateMark> Coordinator::MarkLatest() const { return impl_->group.MarkLatest(); }
 size_t Coordinator::remote_members() const { return impl_->remotes.size(); }
@@ -916,7 +921,7 @@ int64_t Coordinator::layouts_compared() const { return impl_->layouts.compared()
 
 MachineView Coordinator::View(TimePoint now) const {
   MachineView view;
-  view.group = impl_->group.View(now);
+  view.group = impl_->group.View(now, impl_->Progress());
   for (InstanceView& instance : view.group.instances) {
     std::optional<Readiness> readiness = impl_->book.Of(instance.name, spec().max_lag);
     if (readiness.has_value()) instance.readiness = *std::move(readiness);

@@ -1487,6 +1487,24 @@ struct RunningRefit : Fixture {
   UpdateId id;
 };
 
+TEST_CASE("a refit that runs shows what nodes have reported of it") {
+  RunningRefit f;
+  const auto moved = [&f] { return f.View().group.update->bytes; };
+  CHECK(f.View().group.update->total_bytes == 100);
+  CHECK(moved() == 0);
+  RefitDone done;
+  done.update = f.id;
+  done.bytes_written = {100};
+  int64_t before = 0;
+  for (const NodeId node : {f.daemons[0], f.daemons[1]}) {
+    f.Do(ReportReceived{node, done});
+    CHECK(moved() > before);
+    CHECK(moved() < 100);
+    before = moved();
+  }
+  CHECK(before == 66);  // of three instances of 100 bytes, two have all
+}
+
 TEST_CASE("a refit goes on from the first step that a survivor lacks") {
   RunningRefit f;
   f.Do(NodeLost{kThird, "it died"});

@@ -100,7 +100,8 @@ UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& re
   const auto until = [now, none](TimePoint end) { return end == none ? now : end; };
   ended.prepare = until(u.data_began) - u.started;
   if (u.data_began != none) ended.data = until(u.data_ended) - u.data_began;
-  if (u.data_ended != none) ended.verify = until(u.flips_began) - u.data_ended;
+  if (u.data_ended != none) ended.verify = until(u.staged_at) - u.data_ended;
+  if (u.staged_at != none) ended.process = until(u.flips_began) - u.staged_at;
   if (u.flips_began != none) ended.flip = now - u.flips_began;
   return ended;
 }
@@ -226,6 +227,16 @@ void Group::Impl::SettleIfDone() {
 
 void Group::Impl::Decide() {
   if (!update->participants.HasToFlip()) return Conclude(Outcome::kCommitted, "");
+  update->staged_at = out.now();
+  // Half of what remains is left for the flips.
+  const Duration half = (update->deadline - out.now()) / 2;
+  update->ready_deadline = out.now() + std::min(limits.processing_limit, half);
+  if (!update->participants.TellStaged()) return Flip();
+  Step(&update->state, UpdateTrigger::kStage);
+  out.Changed();
+}
+
+void Group::Impl::Flip() {
   Step(&update->state, UpdateTrigger::kFlip);
   update->flips_began = out.now();
   update->ready_deadline = std::min(out.now() + limits.ready_limit, update->deadline);
@@ -528,7 +539,7 @@ Failure group::SuspectAwaited(const Update& update, const Membership& members) {
   if (update.state == UpdateState::kOpening && !update.catch_up.has_value()) {
     members.SuspectMissing(update.push.BegunRanks(), &failure);
   }
-  if (update.awaits_ready()) {
+  if (update.awaits_ranks()) {
     for (uint32_t i = 0; i < update.participants.all().size(); ++i) {
       if (update.participants.evicted()[i]) continue;
       update.participants.SuspectUnready(i, &failure);
@@ -560,6 +571,7 @@ std::string Group::Impl::WaitedFor(TimePoint now) const {
     }
     case UpdateState::kVerifying:
       return "the verification of what was written";
+    case UpdateState::kStaged:
     case UpdateState::kFlipping:
       return group::Few(update->participants.Unready());
     default:

@@ -43,7 +43,8 @@ struct Follower::Impl {
   template <typename Call>
   requires kIsOneOf<Call, TrainerCall>
   void On(const Call& e);
-  void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update}); }
+  void On(const ReadyEvent& e) { Report(ReadyEvent{e.member, e.update, e.stopped}); }
+  void On(const ProcessedEvent& e) { Report(ProcessedEvent{e.member, e.update}); }
   void On(const EngineFailed& e) { Report(e); }
   void On(const AckEvent& e) { Report(AckEvent{e.member, e.update, e.part}); }
   void On(const CallGone& e);
@@ -460,7 +461,9 @@ void Follower::Impl::Take(const MemberAction& c) {
   std::visit(
       [this](const auto& action) {
         const auto it = members.find(action.member);
-        if constexpr (requires { action.update; }) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(action)>, SendStaged>) {
+          if (it == members.end()) return;  // the rank serves on
+        } else if constexpr (requires { action.update; }) {
           if (it == members.end()) return;
           it->second.prepared = action.update;
         } else if constexpr (requires { action.version; }) {

@@ -81,6 +81,10 @@ void Group::Impl::PumpUpdate() {
     }
     SettleIfDone();
   }
+  if (update != nullptr && update->state == UpdateState::kStaged &&
+      !update->participants.AnyProcessing()) {
+    Flip();
+  }
   if (update != nullptr && update->state == UpdateState::kFlipping &&
       update->participants.all_ready()) {
     Conclude(Outcome::kCommitted, "");
@@ -315,6 +319,16 @@ void Group::Impl::On(const Tick&) {
 
 void Group::Impl::TickUpdate() {
   constexpr absl::StatusCode kDeadline = absl::StatusCode::kDeadlineExceeded;
+  if (update->state == UpdateState::kStaged) {
+    // P4: the ranks that have not answered process the rest in their pause.
+    if (out.now() < update->ready_deadline) return;
+    out.Log(LogLine::kWarning,
+            fmt::format("version {} is put into place after {} (limits.processing_ms), without "
+                        "waiting for {}",
+                        update->version, group::Seconds(out.now() - update->staged_at),
+                        WaitedFor(out.now())));
+    Flip();
+  }
   if (update->state == UpdateState::kFlipping) {
     if (out.now() >= update->ready_deadline) EvictUnflipped();
     return;
@@ -447,7 +461,7 @@ std::optional<TimePoint> Group::NextDeadline() const {
   if (impl_->waiting != nullptr) consider(impl_->waiting->deadline);
   if (impl_->WaitsForHold()) consider(impl_->catch_up.due());
   if (impl_->waiting != nullptr || impl_->WaitsForHold()) consider(impl_->rollback.held_until());
-  if (update->awaits_ready()) consider(update->ready_deadline);
+  if (update->awaits_ranks()) consider(update->ready_deadline);
   if (const auto ack = update->push.FirstLate(); ack.has_value()) consider(ack->first);
   consider(impl_->IdleDeadline());
   return next;

@@ -122,6 +122,8 @@ struct GroupLimits {
   Duration default_duration = std::chrono::seconds(120);
   Duration max_duration = std::chrono::hours(1);
   Duration ready_limit = std::chrono::seconds(30);  // from Prepare to Ready
+  // From Staged to Processed. Half of what remains of the update, if that is less.
+  Duration processing_limit = std::chrono::seconds(60);
   // The wait from BucketReady, or from the previous Ack if that came later, to Ack.
   Duration ack_limit = std::chrono::seconds(30);
   // How long an update may go without a call from a trainer rank while no call is outstanding.
@@ -207,6 +209,7 @@ struct EngineIdentity {
   std::optional<Version> held_content{};
   // Counts the manifest among its sender's bytes while it lives; null: nobody counts.
   std::shared_ptr<const void> counted{};
+  bool wants_staged = false;  // in place: the rank is sent SendStaged before SendFlip
 };
 
 // ---- how an update ends ----
@@ -275,8 +278,10 @@ struct InstanceOutcome {
   std::string reason;
   Failure failure{};  // of an instance that was not committed
   bool shadowed = false;
-  bool flipped_back = false;        // it was sent Aborted after a Prepare with flip
-  std::optional<Duration> pause{};  // from Prepare to its outcome; nullopt: not both were sent
+  bool flipped_back = false;  // it was sent Aborted after a Prepare with flip
+  // From when the first of its ranks stopped (ReadyEvent::stopped) to its outcome; nullopt: it was
+  // not sent both Prepare and the outcome.
+  std::optional<Duration> pause{};
 };
 
 struct BeginReply {
@@ -375,6 +380,13 @@ struct BeginEvent {
 struct ReadyEvent {
   MemberId member;
   UpdateId update;  // of the Prepare that it answers; ignored if another update runs
+  // For how long the rank has not read its weights; nullopt: since Prepare.
+  std::optional<Duration> stopped{};
+};
+// The answer to SendStaged.
+struct ProcessedEvent {
+  MemberId member;
+  UpdateId update;
 };
 struct EngineFailed {
   MemberId member;
@@ -616,10 +628,10 @@ struct CallGone {
 
 using GroupEvent =
     std::variant<TrainerAttached, EngineAttached, MemberLost, LayoutRegistered, BeginEvent,
-                 ReadyEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent, BucketEvent,
-                 TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent, RollbackEvent,
-                 ReleasePreviousEvent, VerifyDone, RefitPlanned, CompareDone, RefitDone,
-                 OperatorAbort, ReplaceGroup, DrainEvent, FailUpdate, UpdateAnnounced,
+                 ReadyEvent, ProcessedEvent, EngineFailed, LeaseSlotEvent, ReleaseSlotEvent,
+                 BucketEvent, TransferDone, AckEvent, CommitEvent, RefitEvent, AbortEvent,
+                 RollbackEvent, ReleasePreviousEvent, VerifyDone, RefitPlanned, CompareDone,
+                 RefitDone, OperatorAbort, ReplaceGroup, DrainEvent, FailUpdate, UpdateAnnounced,
                  DataPlaneState, KeepNodesOut, Tick, CallGone>;
 
 // ---- actions ----
@@ -684,9 +696,10 @@ struct UpdateRecord {
   TimePoint started;
   TimePoint data_began;   // when every rank had answered Ready
   TimePoint data_ended;   // when the last Commit came
+  TimePoint staged_at;    // when all was verified, in an update with shadowed instances
   TimePoint flips_began;  // when shadowed instances were to flip
   TimePoint deadline;
-  TimePoint ready_deadline;  // set from Preparing on
+  TimePoint ready_deadline;  // set from Preparing on; while staged: of the answers to SendStaged
   int64_t tensor_count = 0;  // 0: Begin named none
   int64_t total_bytes = 0;
   std::string note;
@@ -714,13 +727,23 @@ struct UpdateRecord {
 struct UpdateAssembled {
   std::shared_ptr<UpdateRecord> update;
 };
-// The ranks of shadowed instances get no SendPrepare but, once the version is staged, SendFlip.
+// The ranks of shadowed instances get no SendPrepare but, once the version is staged, SendFlip;
+// before that SendStaged, if they asked for it.
 struct SendPrepare {
   MemberId member;
   Version version;
   UpdateId update;
   Duration remaining{};
   int64_t tensor_count = 0;
+};
+// The version lies in the rank's backs, verified, and the rank serves on: it prepares what it can,
+// and answers with ProcessedEvent.
+struct SendStaged {
+  MemberId member;
+  Version version;
+  UpdateId update;
+  Duration remaining{};
+  std::optional<Version> content{};  // as SendFlip::content
 };
 // The version lies in the rank's backs, verified: the rank makes them what it reads, and answers
 // Ready.
@@ -763,7 +786,7 @@ struct SendDraining {
 };
 // The events of a member of another daemon that are sent to that daemon as they are; it performs
 // them.
-using MemberAction = std::variant<SendFlip, SendCommitted, SendAborted, SendDraining>;
+using MemberAction = std::variant<SendStaged, SendFlip, SendCommitted, SendAborted, SendDraining>;
 
 // One part of a bucket, as its root gets it; the others get what concerns them.
 struct PeerHeader {
@@ -879,6 +902,7 @@ struct UpdateEnded {
   Duration prepare{};  // from Begin to every rank ready
   Duration data{};     // from there to the last Commit
   Duration verify{};   // from there to every digest compared
+  Duration process{};  // from there to the flips, while ranks process the version
   Duration flip{};     // from there to the outcome
   Duration total{};    // from Begin to the outcome
   int64_t bytes = 0;   // tensor data handed over
@@ -916,10 +940,10 @@ struct LogLine {
 };
 
 using GroupAction =
-    std::variant<Reply, SendPrepare, SendFlip, SendPart, SendCommitted, SendAborted, SendDraining,
-                 MovePart, VerifyUpdate, PlanRefit, StartCompare, StartRefit, ReleaseMember,
-                 UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue, UpdateEnded,
-                 RefuseMember, WelcomeMember, StateChanged, LogLine>;
+    std::variant<Reply, SendPrepare, SendStaged, SendFlip, SendPart, SendCommitted, SendAborted,
+                 SendDraining, MovePart, VerifyUpdate, PlanRefit, StartCompare, StartRefit,
+                 ReleaseMember, UpdateAssembled, NodeOutOfUpdate, UpdateAbandoned, CleanUpOverdue,
+                 UpdateEnded, RefuseMember, WelcomeMember, StateChanged, LogLine>;
 using GroupActions = std::vector<GroupAction>;
 
 // ---- what status shows ----
@@ -972,6 +996,11 @@ struct UpdateView {
   std::vector<std::string> source_instances;  // a catch-up's: the instances that give
   LeftOut left_out;                           // so far
   std::string waits_for;                      // a running one's: who is waited for now
+};
+// How far the run of an update's program is, as the coordinator's daemon knows it.
+struct RunProgress {
+  int64_t bytes = 0;  // stored by nodes that have ended their shares, and by this daemon so far
+  double rounds = 0;  // the share of the wire's rounds that this daemon has ended; 0: it has none
 };
 // Names the update that a view shows and its state, so that a change of either can be seen.
 struct UpdateMark {
@@ -1056,11 +1085,11 @@ class Group {
   bool SendsFrom(NodeId node) const;
   // Why the instances of that node take part in no update; empty: they take part.
   std::string KeptOut(NodeId node) const;
-  GroupView View(TimePoint now) const;
+  GroupView View(TimePoint now, const RunProgress& run = {}) const;
   // The update that View would show, at the cost of that update's own instances.
-  std::optional<UpdateView> ViewUpdate(TimePoint now) const;
+  std::optional<UpdateView> ViewUpdate(TimePoint now, const RunProgress& run = {}) const;
   // The running update or catch-up, or else the one that ended last.
-  std::optional<UpdateView> ViewLatest(TimePoint now) const;
+  std::optional<UpdateView> ViewLatest(TimePoint now, const RunProgress& run = {}) const;
   // Which update ViewLatest would show and its state; takes no time, so that callers can poll it.
   std::optional<UpdateMark> MarkLatest() const;
   // The standings of the instances that may have changed since the last call, those of instances

@@ -92,6 +92,7 @@ struct Group::Impl {
   void On(const LayoutRegistered& e);
   void On(const BeginEvent& e);
   void On(const ReadyEvent& e);
+  void On(const ProcessedEvent& e);
   void On(const EngineFailed& e);
   void On(const LeaseSlotEvent& e);
   void On(const ReleaseSlotEvent& e);
@@ -183,8 +184,10 @@ struct Group::Impl {
   void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
   void TakeCommitIfComplete(Member* member, TrainerProgress* progress);
   void SettleIfDone();
-  // Everything is written and verified: has shadowed instances flip, else commits.
+  // Everything is written and verified: commits, unless shadowed instances have to flip; their
+  // ranks that asked for it process the version before that.
   void Decide();
+  void Flip();
   void Evict(uint32_t participant, const GiveUp& why);
   // A live rank is late or failed: evicts its instance, or gives the update up.
   void FailEngine(uint32_t participant, const GiveUp& why);

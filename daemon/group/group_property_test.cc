@@ -19,7 +19,7 @@ class Schedule {
       : random_(seed), faults_(faults), g_(MakeSpec(), MakeLimits()) {
     MakeModel();
     const int instances = Pick(1, 4);
-    const bool shadowed = faults && Chance(25);  // all: only then a rollback is possible
+    const bool shadowed = faults && Chance(35);  // all: only then a rollback is possible
     for (int i = 0; i < instances; ++i) {
       const int delivery = Pick(0, 3);
       shapes_.push_back({"i" + std::to_string(i), Chance(60) ? 1 : 2, shadowed ? 3 : delivery});
@@ -35,6 +35,7 @@ class Schedule {
 
   int64_t committed() const { return g_.group.View(g_.now).committed; }
   int rollbacks() const { return rollbacks_; }
+  size_t staged() const { return g_.staged.size(); }
 
  private:
   struct Shape {
@@ -104,12 +105,18 @@ class Schedule {
         if (ranks_.contains(key)) continue;
         ranks_[key] =
             shape.delivery == 0   ? g_.InPlaceRank(shape.name, model_, rank, shape.world_size)
-            : shape.delivery == 3 ? g_.ShadowedRank(shape.name, model_, rank, shape.world_size)
+            : shape.delivery == 3 ? ShadowedRank(shape, rank)
             : shape.delivery == 1 ? g_.LoaderRank(shape.name, model_, rank, shape.world_size)
                                   : g_.LoaderRank(shape.name, std::nullopt, rank, shape.world_size);
         return;
       }
     }
+  }
+  MemberId ShadowedRank(const Shape& shape, int rank) {
+    EngineIdentity who{shape.name, rank, shape.world_size, DeliveryMode::kInPlace, 2000 + rank,
+                       {},         {}};
+    who.wants_staged = Chance(30);
+    return g_.ShadowedRank(std::move(who), LayoutOf(model_, rank, shape.world_size));
   }
   void KillSomething() {
     if (Chance(70) && !ranks_.empty()) {
@@ -261,6 +268,7 @@ class Schedule {
   void Progress() {
     switch (Pick(0, 4)) {
       case 0:
+        AnswerStaged();
         AnswerPrepare();
         break;
       case 1:
@@ -309,6 +317,18 @@ class Schedule {
       g_.Do(EngineFailed{member, update, "planted"});
     } else {
       g_.AnswerReady(member, update);
+    }
+  }
+  void AnswerStaged() {
+    std::erase_if(g_.processing, [this](MemberId id) { return g_.lost.contains(id); });
+    if (g_.processing.empty()) return;
+    const MemberId member = g_.processing[PickIndex(g_.processing.size())];
+    if (Fault(50)) mute_.insert(member);
+    if (mute_.contains(member)) return;
+    if (Fault(20)) {
+      g_.Do(EngineFailed{member, g_.assembled->id, "planted"});
+    } else {
+      g_.Processed(member);
     }
   }
   void AnswerPart() {
@@ -432,14 +452,17 @@ TEST_CASE("random schedules without faults commit every update") {
 TEST_CASE("random schedules with deaths, lateness and bad calls keep every promise and end") {
   int64_t committed = 0;
   int rollbacks = 0;
+  size_t staged = 0;
   for (uint64_t seed = 0; seed < 8000; ++seed) {
     INFO("seed " << seed);
     Schedule schedule(seed, true);
     schedule.Run();
     committed += schedule.committed();
     rollbacks += schedule.rollbacks();
+    staged += schedule.staged();
   }
   CHECK(rollbacks > 100);
+  CHECK(staged > 100);
   CHECK(committed > 4000);  // fewer would mean that the schedules test little
 }
 

@@ -55,6 +55,25 @@ TEST_CASE("Refit is Begin, the program and Commit in one call") {
   CHECK(p.g.group.View(p.g.now).update->tensors == 2);
 }
 
+TEST_CASE("a program that runs shows how far it is, by bytes or by rounds of the wire") {
+  Pair p;
+  const auto moved = [&p](const RunProgress& run) {
+    return p.g.group.ViewLatest(p.g.now, run)->bytes;
+  };
+  p.g.Refit(p.trainer, 1);
+  p.g.FinishCompile();
+  CHECK(moved({.bytes = 12}) == 0);  // it does not run yet
+  p.g.ReadyAll();
+  REQUIRE(p.g.refitting.has_value());
+  CHECK(moved({}) == 0);
+  CHECK(moved({.bytes = 12}) == 12);
+  CHECK(moved({.rounds = 0.75}) == 18);
+  CHECK(moved({.bytes = 12, .rounds = 0.25}) == 12);
+  CHECK(moved({.bytes = 1'000}) == 24);
+  p.g.FinishRefit();
+  CHECK(moved({.bytes = 12}) == 24);
+}
+
 TEST_CASE("the program is compiled once and kept while layouts stay the same") {
   Pair p;
   for (int64_t version = 1; version <= 5; ++version) {

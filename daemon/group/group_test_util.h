@@ -131,7 +131,9 @@ class TestGroup {
     return ShadowedRank(std::move(who), LayoutOf(tensors, rank, world_size));
   }
   MemberId ShadowedRank(EngineIdentity who, std::shared_ptr<const Layout> layout) {
+    const bool wants_staged = who.wants_staged;
     const MemberId id = AttachEngine(std::move(who));
+    if (wants_staged) wanting.insert(id);
     engines[id].shadowed = true;
     LayoutRegistered e{id, std::move(layout)};
     e.shadowed = true;
@@ -293,16 +295,21 @@ class TestGroup {
     REQUIRE(prepare != prepares.rend());
     AnswerReady(member, prepare->update);
   }
-  // The member has flipped for the running update.
-  void Flipped(MemberId member) {
+  // The member has flipped for the running update. `stopped`: as ReadyEvent.
+  void Flipped(MemberId member, std::optional<Duration> stopped = {}) {
     std::erase_if(prepared, [&](const auto& p) { return p.first == member; });
-    AnswerReady(member, assembled->id);
+    AnswerReady(member, assembled->id, stopped);
+  }
+  // The member has processed the staged version.
+  void Processed(MemberId member) {
+    std::erase(processing, member);
+    Do(ProcessedEvent{member, assembled->id});
   }
   // A rank that is ready for an update reads no slots of earlier updates.
-  void AnswerReady(MemberId member, UpdateId update) {
+  void AnswerReady(MemberId member, UpdateId update, std::optional<Duration> stopped = {}) {
     std::erase_if(handed, [&](const Handed& h) { return h.member == member && h.id < update; });
     if (engines.contains(member) && engines[member].shadowed) flipped_.insert({member, update});
-    Do(ReadyEvent{member, update});
+    Do(ReadyEvent{member, update, stopped});
   }
   // All engine ranks that were prepared and have not answered answer Ready.
   void ReadyAll() {
@@ -490,7 +497,9 @@ class TestGroup {
   std::vector<std::pair<MemberId, UpdateId>> prepared;  // unanswered
   std::vector<SendPrepare> prepares;                    // all
   std::vector<SendFlip> flips;                          // all
-  bool announces = true;  // the group is told when every node was sent the update
+  std::vector<SendStaged> staged;                       // all
+  std::vector<MemberId> processing;  // were sent Staged, and neither answered nor got more
+  bool announces = true;             // the group is told when every node was sent the update
   std::vector<Running> running;
   std::vector<Handed> handed;  // unacknowledged
   std::vector<SendPart> parts;
@@ -510,6 +519,7 @@ class TestGroup {
   std::vector<UpdateId> overdue;
   std::vector<UpdateId> ended;
   std::vector<UpdateEnded> catch_ups;
+  std::set<MemberId> wanting;  // engine ranks that asked for Staged
   std::set<MemberId> welcome;
   std::map<MemberId, absl::Status> refused;
   std::set<MemberId> lost;
@@ -630,7 +640,27 @@ class TestGroup {
     delivered_.erase(a.member);
     next_part_.erase(a.member);
   }
+  void On(const SendStaged& a) {
+    CheckAlive(a.member);
+    CHECK(a.remaining > Duration(0));
+    CHECK(wanting.contains(a.member));
+    CHECK(engines.at(a.member).shadowed);
+    for (const auto& [id, update] : prepared) {
+      CHECK((lost.contains(id) || Evicted(id)));  // nobody else is paused meanwhile
+    }
+    CHECK(running.empty());
+    CHECK_FALSE(verifying.has_value());
+    // P1: what is processed is the version, in full.
+    if (a.content.has_value()) {
+      CHECK(sides_[a.member].back == a.content);
+    } else {
+      CheckWritten(engines.at(a.member));
+    }
+    processing.push_back(a.member);
+    staged.push_back(a);
+  }
   void On(const SendFlip& a) {
+    std::erase(processing, a.member);
     CheckAlive(a.member);
     CHECK(a.remaining > Duration(0));
     CHECK(a.remaining <= std::chrono::seconds(30));  // limits.ready_ms
@@ -687,6 +717,7 @@ class TestGroup {
     }
   }
   void On(const SendAborted& a) {
+    std::erase(processing, a.member);
     CheckAlive(a.member);
     for (const Running& r : running) CHECK_FALSE(r.touches.contains(a.member));
     CHECK_FALSE(verify_touches.contains(a.member));

@@ -74,8 +74,8 @@ void Group::Impl::CheckInvariants() const {
     return;
   }
   const Update& u = *update;
-  const bool decided = u.state == UpdateState::kSettling || u.state == UpdateState::kVerifying ||
-                       u.state == UpdateState::kFlipping;
+  const bool decided =
+      u.state == UpdateState::kSettling || u.state == UpdateState::kVerifying || u.staged();
   u.participants.CheckInvariants(u.state);
   u.program.CheckInvariants();
   u.push.CheckInvariants(decided);

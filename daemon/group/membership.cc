@@ -87,6 +87,7 @@ Member MemberOf(const EngineAttached& e) {
   member.delivery = who.delivery;
   member.on_device = who.on_device;
   member.catch_up = who.catch_up;
+  member.wants_staged = who.wants_staged;
   member.takes_of = who.trainer_identity;
   return member;
 }

@@ -60,14 +60,15 @@ struct Member {
   uint64_t held_digest = 0;         // the ContentDigest that belongs to `held`; 0: not known
   // If the rank brought `held`, and that is a rollback: the version whose content it has.
   std::optional<Version> held_content;
-  uint64_t back_digest = 0;  // the same of Instance::back
-  bool shadowed = false;     // engines: its layout's regions have backs
-  bool on_device = false;    // engines: memory is on a GPU
-  bool catch_up = false;     // engines: may give, and be caught up
-  bool updated = false;      // engines: an update was committed to it in this lease
-  bool verified = false;     // engines: the same, into the rank's present layout
-  absl::Status refused;      // engines: not OK: a limit refused the rank's last layout
-  int touching = 0;          // transfers and verifications that touch its memory (P6)
+  uint64_t back_digest = 0;   // the same of Instance::back
+  bool shadowed = false;      // engines: its layout's regions have backs
+  bool on_device = false;     // engines: memory is on a GPU
+  bool catch_up = false;      // engines: may give, and be caught up
+  bool wants_staged = false;  // engines: is sent SendStaged
+  bool updated = false;       // engines: an update was committed to it in this lease
+  bool verified = false;      // engines: the same, into the rank's present layout
+  absl::Status refused;       // engines: not OK: a limit refused the rank's last layout
+  int touching = 0;           // transfers and verifications that touch its memory (P6)
 };
 
 struct Instance {

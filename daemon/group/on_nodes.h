@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <set>
 #include <string>
 #include <utility>
@@ -90,6 +91,10 @@ class Shares {
   void ForgetFailure() {
     status_ = absl::OkStatus();
     failed_destination_ = -1;
+  }
+
+  int64_t bytes_written() const {
+    return std::accumulate(bytes_written_.begin(), bytes_written_.end(), int64_t{0});
   }
 
   // The node has ended its share, or is gone. False: it had none.

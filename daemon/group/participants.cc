@@ -94,10 +94,37 @@ bool UpdateParticipants::HasToFlip() const {
                      [](const Participant& p) { return p.shadowed && !p.evicted; });
 }
 
+bool UpdateParticipants::TellStaged() {
+  const auto paused = [](const Participant& p) { return !p.shadowed && !p.evicted; };
+  if (std::any_of(all_.begin(), all_.end(), paused)) return false;
+  const Duration remaining = update_.ready_deadline - out_.now();
+  for (Participant& participant : all_) {
+    if (participant.evicted) continue;
+    for (const MemberId id : participant.members) {
+      if (!members_.Find(id)->wants_staged) continue;
+      participant.told_staged = true;
+      participant.processing.insert(id);
+      out_.Do(SendStaged{id, update_.version, update_.id, remaining, update_.content});
+    }
+  }
+  return AnyProcessing();
+}
+
+void UpdateParticipants::MarkProcessed(MemberId member) {
+  all_[participant_of_.at(member)].processing.erase(member);
+  out_.Changed();
+}
+
+bool UpdateParticipants::AnyProcessing() const {
+  return std::any_of(all_.begin(), all_.end(),
+                     [](const Participant& p) { return !p.evicted && !p.processing.empty(); });
+}
+
 void UpdateParticipants::Flip() {
   const Duration remaining = update_.ready_deadline - out_.now();
   for (Participant& participant : all_) {
     if (!participant.shadowed || participant.evicted) continue;
+    participant.processing.clear();
     participant.unready = participant.members.size();
     participant.ready = false;
     BeginPrepare(&participant);
@@ -108,9 +135,15 @@ void UpdateParticipants::Flip() {
   out_.Changed();
 }
 
-void UpdateParticipants::MarkReady(Member* member, bool preparing) {
+void UpdateParticipants::MarkReady(Member* member, std::optional<Duration> stopped,
+                                   bool preparing) {
   Step(&member->state, MemberTrigger::kReady);
   Participant& participant = all_[participant_of_.at(member->id)];
+  // No rank stops for this update before it is asked to (P10).
+  const Duration longest = out_.now() - participant.asked;
+  const TimePoint since = out_.now() - std::clamp(stopped.value_or(longest), Duration(0),
+                                                  std::max(longest, Duration(0)));
+  participant.stopped = std::min(participant.stopped.value_or(since), since);
   participant.ready = --participant.unready == 0;
   if (participant.ready && preparing) {
     Step(&members_.FindInstance(participant.instance)->state, InstanceTrigger::kAllReady);
@@ -139,6 +172,7 @@ std::vector<std::string> UpdateParticipants::Unready() const {
     for (const MemberId id : participant.members) {
       const Member& member = *members_.Find(id);
       if (member.state == MemberState::kPreparing) missing.push_back(member.label + " to be ready");
+      if (participant.processing.contains(id)) missing.push_back(member.label + " to process it");
     }
   }
   return missing;
@@ -147,7 +181,9 @@ std::vector<std::string> UpdateParticipants::Unready() const {
 void UpdateParticipants::SuspectUnready(uint32_t index, Failure* failure) const {
   for (const MemberId id : all_[index].members) {
     const Member* member = members_.Find(id);
-    if (member->state == MemberState::kPreparing) failure->Add(SuspectOf(*member));
+    if (member->state == MemberState::kPreparing || all_[index].processing.contains(id)) {
+      failure->Add(SuspectOf(*member));
+    }
   }
 }
 
@@ -252,6 +288,12 @@ int64_t UpdateParticipants::WrittenBytes() const {
   return bytes;
 }
 
+int64_t UpdateParticipants::UnwrittenBytes() const {
+  int64_t bytes = 0;
+  for (const uint32_t d : Destinations()) bytes += catalog_->expected_bytes(d) - bytes_written_[d];
+  return bytes;
+}
+
 // ---- the end ----
 
 void UpdateParticipants::Evict(uint32_t index, const std::string& reason, const Failure& failure) {
@@ -282,7 +324,7 @@ void UpdateParticipants::AbortEvictedIfQuiet() {
 // Each member gets the outcome of its own instance, unless it was not sent the update.
 void UpdateParticipants::SendAborted(Participant* participant, const std::string& reason,
                                      const Failure& failure) {
-  if (!participant->prepared) return;
+  if (!participant->prepared && !participant->told_staged) return;
   const Instance* instance = members_.FindInstance(participant->instance);
   const bool dirty = instance != nullptr && IsDirty(instance->state);
   Failure own = failure;
@@ -292,9 +334,13 @@ void UpdateParticipants::SendAborted(Participant* participant, const std::string
   for (const MemberId id : participant->members) {
     Member* member = members_.Find(id);
     if (member == nullptr || member->state == MemberState::kLeaving) continue;
-    Step(&member->state, MemberTrigger::kOutcome);
-    participant->flipped_back = participant->shadowed;
-    participant->pause = out_.now() - participant->asked;
+    if (participant->prepared) {
+      Step(&member->state, MemberTrigger::kOutcome);
+      participant->flipped_back = participant->shadowed;
+      participant->pause = out_.now() - PauseBegan(*participant);
+    } else if (!member->wants_staged) {
+      continue;
+    }
     out_.Do(refitd::SendAborted{id, update_.version, reason, dirty, own});
   }
 }
@@ -304,11 +350,12 @@ void UpdateParticipants::Abort(bool quiet, const std::string& reason, const Fail
     if (participant.evicted || participant.informed) continue;
     if (quiet && participant.touching > 0) continue;
     participant.informed = true;
-    if (!participant.prepared) continue;
-    Instance& instance = *members_.FindInstance(participant.instance);
-    Step(&instance.state, InstanceTrigger::kGiveUp);
-    members_.NoteStanding(participant.instance);
-    if (participant.written) instance.reason = reason;
+    if (participant.prepared) {
+      Instance& instance = *members_.FindInstance(participant.instance);
+      Step(&instance.state, InstanceTrigger::kGiveUp);
+      members_.NoteStanding(participant.instance);
+      if (participant.written) instance.reason = reason;
+    }
     SendAborted(&participant, reason, failure);
   }
 }
@@ -337,7 +384,7 @@ void UpdateParticipants::Commit(const std::vector<uint64_t>& read_back, Versions
 void UpdateParticipants::CommitRanks(Participant* participant,
                                      const std::map<MemberId, uint64_t>& digests,
                                      Versions* versions) {
-  participant->pause = out_.now() - participant->asked;
+  participant->pause = out_.now() - PauseBegan(*participant);
   Instance& instance = *members_.FindInstance(participant->instance);
   Step(&instance.state, InstanceTrigger::kCommit);
   members_.NoteStanding(participant->instance);
@@ -394,13 +441,15 @@ void UpdateParticipants::CheckInvariants(UpdateState state) const {
   REFITD_CHECK(all_.empty() || (catalog_ != nullptr && evicted_.size() == all_.size()));
   // Whether every rank has answered Ready and the outcome is not decided yet.
   const bool has_data = state == UpdateState::kData || state == UpdateState::kSettling ||
-                        state == UpdateState::kVerifying;
+                        state == UpdateState::kVerifying || state == UpdateState::kStaged;
   const bool flips = state == UpdateState::kFlipping;
   for (size_t i = 0; i < all_.size(); ++i) {
     const Participant& participant = all_[i];
     REFITD_CHECK(evicted_[i] == participant.evicted);
     REFITD_CHECK(participant.touching >= 0 && participant.unready <= participant.members.size());
     REFITD_CHECK(!participant.ready || participant.unready == 0);
+    REFITD_CHECK(participant.processing.empty() ||
+                 (participant.told_staged && !participant.prepared));
     for (const MemberId member : participant.members) {
       const auto of = participant_of_.find(member);
       REFITD_CHECK(of != participant_of_.end() && of->second == i);

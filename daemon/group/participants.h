@@ -37,13 +37,16 @@ struct Participant {
   bool prepared = false;          // its ranks were sent Prepare
   bool written = false;           // the update has written to what the instance serves
   bool evicted = false;
-  bool informed = false;            // its ranks were sent Aborted
-  bool flipped_back = false;        // ranks that were to flip were sent Aborted
-  TimePoint asked;                  // when its ranks were sent Prepare
-  std::optional<Duration> pause{};  // from there until they were sent the outcome
-  std::string reason;               // of the eviction
-  Failure failure;                  // of the eviction
-  int touching = 0;                 // transfers and verifications that touch its memory
+  bool informed = false;               // its ranks were sent Aborted
+  bool flipped_back = false;           // ranks that were to flip were sent Aborted
+  std::set<MemberId> processing{};     // ranks that were sent Staged, and are waited for
+  bool told_staged = false;            // some of its ranks were sent Staged
+  TimePoint asked;                     // when its ranks were sent Prepare
+  std::optional<TimePoint> stopped{};  // when the first of its ranks stopped
+  std::optional<Duration> pause{};     // from there until they were sent the outcome
+  std::string reason;                  // of the eviction
+  Failure failure;                     // of the eviction
+  int touching = 0;                    // transfers and verifications that touch its memory
 };
 
 class UpdateParticipants {
@@ -67,19 +70,26 @@ class UpdateParticipants {
   // Shadowed instances may be written: every node was sent the update, and their ranks are not
   // asked.
   void MarkStageable();
-  // The rank has answered Ready. `preparing`: the update waits for that.
-  void MarkReady(Member* member, bool preparing);
+  // The rank has answered Ready. `stopped`: as ReadyEvent. `preparing`: the update waits for that.
+  void MarkReady(Member* member, std::optional<Duration> stopped, bool preparing);
   bool all_ready() const;
 
   // ---- flipping ----
 
   // Whether shadowed instances are in the update, which have to flip.
   bool HasToFlip() const;
+  // Sends SendStaged to every rank that asked for it, and returns whether one is waited for. Sends
+  // nothing where an instance is paused: it must not wait longer.
+  bool TellStaged();
+  // The rank has answered SendStaged.
+  void MarkProcessed(MemberId member);
+  bool AnyProcessing() const;
   // Sends SendFlip to every rank of the shadowed instances, which are not ready until they have
-  // flipped.
+  // flipped. No rank is waited for any more that processes the version.
   void Flip();
   // The participant's first rank that has not answered Ready; nullopt: all ranks have.
   std::optional<MemberId> FirstUnready(uint32_t index) const;
+  // The ranks that owe an answer to SendStaged, Prepare or SendFlip.
   std::vector<std::string> Unready() const;
   void SuspectUnready(uint32_t index, Failure* failure) const;
 
@@ -126,6 +136,7 @@ class UpdateParticipants {
   // DATA_LOSS: an in-place rank still in the update was not written in full.
   absl::Status WrittenInFull() const;
   int64_t WrittenBytes() const;
+  int64_t UnwrittenBytes() const;  // of the instances still in the update
 
   // ---- the end ----
 
@@ -152,6 +163,9 @@ class UpdateParticipants {
   friend struct refitd::GroupForTests;
 
   void BeginPrepare(Participant* participant);
+  TimePoint PauseBegan(const Participant& participant) const {
+    return participant.stopped.value_or(participant.asked);
+  }
   void CommitRanks(Participant* participant, const std::map<MemberId, uint64_t>& digests,
                    Versions* versions);
   void SendAborted(Participant* participant, const std::string& reason, const Failure& failure);

@@ -130,10 +130,10 @@ struct PeerProgramBuilt {
 // Some reports are events of Group: those of the joined daemon's members, and the ends of
 // what it did, whose destinations are numbered as in PeerPrepare.
 using PeerReport =
-    std::variant<PeerAttach, MemberLost, PeerLayout, ReadyEvent, EngineFailed, AckEvent, PeerCall,
-                 CallGone, PeerHeaderAck, TransferDone, VerifyDone, PeerProgramBuilt, CompareDone,
-                 RefitDone, CommunicatorOpened, CommunicatorUp, PeerWireGranted, PeerWireWaits,
-                 PeerWireWanted, PeerPong>;
+    std::variant<PeerAttach, MemberLost, PeerLayout, ReadyEvent, ProcessedEvent, EngineFailed,
+                 AckEvent, PeerCall, CallGone, PeerHeaderAck, TransferDone, VerifyDone,
+                 PeerProgramBuilt, CompareDone, RefitDone, CommunicatorOpened, CommunicatorUp,
+                 PeerWireGranted, PeerWireWaits, PeerWireWanted, PeerPong>;
 
 // ---- from the coordinator to a joined daemon ----
 

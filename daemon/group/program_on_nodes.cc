@@ -258,6 +258,15 @@ void ProgramOnNodes::CompleteIfEnded(const Around& around) {
   around.Feed(std::move(done));
 }
 
+RunProgress ProgramOnNodes::Progress(const RunProgress& own) const {
+  RunProgress made;
+  made.bytes = shares_.bytes_written();
+  if (!shares_.running().contains(kCoordinatorNode)) return made;
+  made.bytes += own.bytes;
+  made.rounds = own.rounds;
+  return made;
+}
+
 std::optional<int64_t> ProgramOnNodes::FirstLacked() const {
   std::optional<int64_t> first;
   for (const auto& [node, command] : commands_) {

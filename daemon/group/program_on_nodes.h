@@ -97,6 +97,9 @@ class ProgramOnNodes {
   // Answers the group if all shares have ended.
   void CompleteIfEnded(const Around& around);
 
+  // `own`: of this daemon's share.
+  RunProgress Progress(const RunProgress& own) const;
+
   // A node was lost while it ran.
   void MarkAgain() { again_ = true; }
   // Prepares the next attempt, which goes on from the first round that a remaining node lacks, or

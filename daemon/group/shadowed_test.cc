@@ -399,6 +399,200 @@ TEST_CASE("in-place instances stay paused until the flips are decided") {
   }
 }
 
+// "a" asks for Staged, "b" does not. Both hold version 1.
+struct OneProcesses : TestGroup {
+  explicit OneProcesses(GroupLimits limits = {}) : TestGroup(DefaultSpec(), limits) {
+    trainer = AttachTrainer();
+    EngineIdentity who{"a", 0, 1, DeliveryMode::kInPlace, 2000, {}, {}};
+    who.wants_staged = true;
+    a = ShadowedRank(who, LayoutOf(kModel));
+    b = ShadowedRank("b", kModel);
+    Stage(1);
+    Processed(a);
+    ReadyAll();
+    REQUIRE(group.version() == Version(1));
+    flips.clear();
+    staged.clear();
+    committed.clear();
+  }
+  CallId Stage(int64_t version, Duration duration = {}) {
+    BeginEvent begin;
+    begin.member = trainer;
+    begin.version = Version(version);
+    begin.tensor_count = tensor_count;
+    begin.duration = duration;
+    Begin(begin);
+    Push(trainer, version, 0, kModel);
+    FinishAll();
+    const CallId commit = Commit(trainer, version, 1);
+    if (verifying.has_value()) FinishVerify();
+    return commit;
+  }
+  std::string_view State() const { return group.View(now).update->state; }
+  MemberId trainer;
+  MemberId a;
+  MemberId b;
+};
+
+TEST_CASE("no engine is asked to pause while another processes the staged version") {
+  OneProcesses g;
+  const CallId commit = g.Stage(2);
+  REQUIRE(g.staged.size() == 1);
+  CHECK(g.staged[0].member == g.a);
+  CHECK(g.State() == "staged");
+  CHECK(g.flips.empty());
+  for (const char* name : {"a", "b"}) CHECK(g.Instance(name).state == "clean");
+  CHECK_THAT(g.group.View(g.now).update->waits_for,
+             Contains("engine a rank 0 (pid 2000) to process it"));
+  g.Advance(seconds(20));
+  CHECK(g.flips.empty());
+  g.Processed(g.a);
+  CHECK(g.State() == "flipping");
+  REQUIRE(g.flips.size() == 2);
+  g.Advance(seconds(1));
+  g.Flipped(g.a);
+  g.Flipped(g.b);
+  REQUIRE(g.Code(commit) == kOk);
+  for (const InstanceOutcome& outcome : Shown(g)) CHECK(outcome.pause == Duration(seconds(1)));
+}
+
+TEST_CASE("an answer to another update's staged version counts for nothing") {
+  OneProcesses g;
+  g.Stage(2);
+  g.Do(ProcessedEvent{g.a, UpdateId(1)});
+  g.Do(ProcessedEvent{g.b, g.assembled->id});
+  g.Do(ReadyEvent{g.a, g.assembled->id});
+  CHECK(g.State() == "staged");
+  g.Processed(g.a);
+  CHECK(g.flips.size() == 2);
+}
+
+TEST_CASE("who does not process a staged version in time is waited for no longer") {
+  GroupLimits limits;
+  limits.processing_limit = seconds(3);
+  OneProcesses g(limits);
+  const bool little = GENERATE(false, true);
+  const CallId commit = g.Stage(2, little ? Duration(seconds(4)) : Duration(0));
+  CHECK(g.staged[0].remaining == seconds(little ? 2 : 3));  // the flips need the other half
+  g.Expire();
+  REQUIRE(g.flips.size() == 2);
+  CHECK_THAT(g.log.back().text, Contains("without waiting for engine a rank 0 (pid 2000)"));
+  g.Do(ProcessedEvent{g.a, g.assembled->id});  // too late to count
+  g.ReadyAll();
+  CHECK(g.Code(commit) == kOk);
+  CHECK(g.Instance("a").version == Version(2));
+}
+
+TEST_CASE("a rank that dies while it processes a staged version costs its instance alone") {
+  OneProcesses g;
+  const CallId commit = g.Stage(2);
+  g.Lose(g.a);
+  REQUIRE(g.flips.size() == 1);
+  g.Flipped(g.b);
+  CHECK(g.Code(commit) == kOk);
+}
+
+TEST_CASE("an update that is given up while it is staged tells only those that process it") {
+  OneProcesses g;
+  g.Stage(2);
+  SECTION("by an operator") { g.Do(OperatorAbort{g.NewCall(), "stop"}); }
+  SECTION("by its trainer") { g.Abort(g.trainer, 2); }
+  SECTION("by a rank that fails") { g.Do(EngineFailed{g.a, g.assembled->id, "out of memory"}); }
+  CHECK(g.flips.empty());
+  REQUIRE(g.aborted.size() == 2);
+  std::set<MemberId> told;
+  for (const SendAborted& aborted : g.aborted) {
+    told.insert(aborted.member);
+    CHECK_FALSE(aborted.dirty);
+  }
+  CHECK(told == std::set<MemberId>{g.trainer, g.a});
+  for (const InstanceOutcome& outcome : Shown(g)) {
+    CHECK_FALSE(outcome.pause.has_value());
+    CHECK_FALSE(outcome.flipped_back);
+  }
+  for (const char* name : {"a", "b"}) CHECK(g.Instance(name).version == Version(1));
+  g.Stage(3);
+  CHECK(g.staged.size() == 2);
+  g.Processed(g.a);
+  g.ReadyAll();
+  CHECK(g.Instance("a").version == Version(3));
+}
+
+TEST_CASE("the other ranks of an instance that is lost while it processes are sent that") {
+  TestGroup g;
+  const MemberId trainer = g.AttachTrainer();
+  std::vector<MemberId> ranks;
+  for (const int rank : {0, 1}) {
+    EngineIdentity who{"a", rank, 2, DeliveryMode::kInPlace, 2000 + rank, {}, {}};
+    who.wants_staged = true;
+    ranks.push_back(g.ShadowedRank(who, LayoutOf(kModel, rank, 2)));
+  }
+  g.ShadowedRank("b", kModel);
+  g.Begin(trainer, 1);
+  g.Push(trainer, 1, 0, kModel);
+  g.FinishAll();
+  g.Commit(trainer, 1, 1);
+  if (g.verifying.has_value()) g.FinishVerify();
+  REQUIRE(g.staged.size() == 2);
+  g.Processed(ranks[1]);
+  CHECK(g.flips.empty());
+  g.Lose(ranks[0]);
+  CHECK(g.flips.size() == 1);
+  REQUIRE(g.aborted.size() == 1);
+  CHECK(g.aborted[0].member == ranks[1]);
+}
+
+TEST_CASE("a staged version that is processed needs neither its trainer nor its data plane") {
+  OneProcesses g;
+  g.Stage(2);
+  if (GENERATE(false, true)) {
+    g.Lose(g.trainer);
+  } else {
+    g.Do(FailUpdate{g.assembled->id, "the wire broke"});
+  }
+  CHECK(g.State() == "staged");
+  g.Processed(g.a);
+  g.ReadyAll();
+  CHECK(g.group.version() == Version(2));
+}
+
+TEST_CASE("a rank processes what a rollback brings back") {
+  OneProcesses g;
+  g.Stage(2);
+  g.Processed(g.a);
+  g.ReadyAll();
+  const CallId call = g.Rollback();
+  REQUIRE(g.staged.size() == 2);
+  CHECK(g.staged[1].content == Version(1));
+  CHECK(g.Answer(call) == nullptr);
+  g.Processed(g.a);
+  g.ReadyAll();
+  CHECK(g.Code(call) == kOk);
+}
+
+TEST_CASE("nobody processes a version while an instance in place is paused for it") {
+  OneProcesses g;
+  const MemberId in_place = g.InPlaceRank("p", kModel);
+  g.Begin(g.trainer, 2);
+  g.Ready(in_place, 2);
+  g.Push(g.trainer, 2, 0, kModel);
+  g.FinishAll();
+  g.Commit(g.trainer, 2, 1);
+  if (g.verifying.has_value()) g.FinishVerify();
+  CHECK(g.staged.empty());
+  CHECK(g.flips.size() == 2);
+}
+
+TEST_CASE("a pause begins when the first rank of the instance has stopped") {
+  TwoShadowed g;
+  g.Stage();
+  g.Advance(seconds(5));
+  g.Flipped(g.a, seconds(1));
+  g.Flipped(g.b, seconds(99));  // it was asked 5 s ago
+  CHECK(Shown(g)[0].pause == Duration(seconds(1)));
+  CHECK(Shown(g)[1].pause == Duration(seconds(5)));
+}
+
 TEST_CASE("an instance of two ranks flips as a whole") {
   TestGroup g;
   const MemberId trainer = g.AttachTrainer();

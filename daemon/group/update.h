@@ -63,9 +63,9 @@ struct Update : UpdateRecord, UpdateEnd {
 
   // Whether the version is complete everywhere, so that neither trainers nor the data plane are
   // needed any more.
-  bool staged() const { return state == UpdateState::kFlipping; }
-  // Whether ranks that were sent Prepare have until `ready_deadline` to answer Ready.
-  bool awaits_ready() const { return state == UpdateState::kPreparing || staged(); }
+  bool staged() const { return state == UpdateState::kStaged || state == UpdateState::kFlipping; }
+  // Whether ranks that were sent Prepare or SendStaged have until `ready_deadline` to answer.
+  bool awaits_ranks() const { return state == UpdateState::kPreparing || staged(); }
 
   UpdateState state = UpdateState::kOpening;
   bool data_plane_up = true;  // between the update's nodes

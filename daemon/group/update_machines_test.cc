@@ -40,7 +40,8 @@ struct Parts {
     update.deadline = now + std::chrono::seconds(10);
     update.verification = Verification::kOff;
     participants.Prepare();
-    for (uint64_t id = 2; id <= 3; ++id) participants.MarkReady(members.Find(MemberId(id)), true);
+    for (uint64_t id = 2; id <= 3; ++id)
+      participants.MarkReady(members.Find(MemberId(id)), std::nullopt, true);
     Check();
   }
   static GroupSpec Spec() {

@@ -182,6 +182,11 @@ class UpdateOnNodes {
   // serves until the update has ended. Returns whether it goes on without.
   bool LeaveOut(NodeId node, const Around& around);
 
+  // How far its program is. `own`: this daemon's share.
+  RunProgress Progress(const RunProgress& own) const {
+    return ProgramRuns() ? program_->Progress(own) : RunProgress();
+  }
+
   void CheckInvariants(const JoinedNodes& nodes) const;
 
  private:

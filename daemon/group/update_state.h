@@ -11,30 +11,33 @@
 //                                              draining --quiet--> aborted
 //
 // With shadowed instances, flipping comes between settling or verifying and committed: the version
-// is complete in their backs, and their ranks put the backs into place.
+// is complete in their backs, and their ranks put the backs into place. Staged comes before it if
+// ranks asked for it: they process the version while all serve.
 //
 // Triggers:
 //   assembled      all trainer ranks have begun and enough instances are complete
 //   all_ready      every engine rank still in the update answered Ready
 //   all_committed  every trainer rank committed, and the pushed tensors cover every instance
 //   verify         all parts are transferred and acknowledged; the destinations are being read back
-//   flip           all that was asked for is verified, and shadowed instances have to flip
+//   stage          all that was asked for is verified, and ranks of shadowed instances process it
+//   flip           the same, and shadowed instances have to flip: no rank processes it any more
 //   decide         the same, and all have flipped: the version is installed
 //   give_up        a trainer rank was lost, a deadline passed, a member or operator gave up, ...
 //   quiet          no transfer and no verification of the update runs any more
 //
 // "-": refused, nothing changes.
 // clang-format off
-// | state     | assembled | all_ready | all_committed | verify    | flip     | decide    | give_up  | quiet   |
-// | opening   | preparing | -         | -             | -         | -        | -         | draining | -       |
-// | preparing | -         | data      | -             | -         | -        | -         | draining | -       |
-// | data      | -         | -         | settling      | -         | -        | -         | draining | -       |
-// | settling  | -         | -         | -             | verifying | flipping | committed | draining | -       |
-// | verifying | -         | -         | -             | -         | flipping | committed | draining | -       |
-// | flipping  | -         | -         | -             | -         | -        | committed | draining | -       |
-// | draining  | -         | -         | -             | -         | -        | -         | -        | aborted |
-// | committed | -         | -         | -             | -         | -        | -         | -        | -       |
-// | aborted   | -         | -         | -             | -         | -        | -         | -        | -       |
+// | state     | assembled | all_ready | all_committed | verify    | stage  | flip     | decide    | give_up  | quiet   |
+// | opening   | preparing | -         | -             | -         | -      | -        | -         | draining | -       |
+// | preparing | -         | data      | -             | -         | -      | -        | -         | draining | -       |
+// | data      | -         | -         | settling      | -         | -      | -        | -         | draining | -       |
+// | settling  | -         | -         | -             | verifying | staged | flipping | committed | draining | -       |
+// | verifying | -         | -         | -             | -         | staged | flipping | committed | draining | -       |
+// | staged    | -         | -         | -             | -         | -      | flipping | -         | draining | -       |
+// | flipping  | -         | -         | -             | -         | -      | -        | committed | draining | -       |
+// | draining  | -         | -         | -             | -         | -      | -        | -         | -        | aborted |
+// | committed | -         | -         | -             | -         | -      | -        | -         | -        | -       |
+// | aborted   | -         | -         | -             | -         | -      | -        | -         | -        | -       |
 // clang-format on
 #ifndef REFITD_DAEMON_GROUP_UPDATE_STATE_H_
 #define REFITD_DAEMON_GROUP_UPDATE_STATE_H_
@@ -54,14 +57,15 @@ enum class UpdateState : uint8_t {
   kData,
   kSettling,
   kVerifying,
+  kStaged,
   kFlipping,
   kEnding,
   kCommitted,
   kAborted,
 };
-inline constexpr std::array<std::string_view, 9> kUpdateStateNames = {
-    "opening",  "preparing", "data",      "settling", "verifying",
-    "flipping", "draining",  "committed", "aborted"};
+inline constexpr std::array<std::string_view, 10> kUpdateStateNames = {
+    "opening", "preparing", "data",     "settling",  "verifying",
+    "staged",  "flipping",  "draining", "committed", "aborted"};
 constexpr std::string_view Name(UpdateState state) {
   return kUpdateStateNames[static_cast<size_t>(state)];
 }
@@ -71,36 +75,40 @@ enum class UpdateTrigger : uint8_t {
   kAllReady,
   kAllCommitted,
   kVerify,
+  kStage,
   kFlip,
   kDecide,
   kGiveUp,
   kQuiet,
 };
-inline constexpr std::array<std::string_view, 8> kUpdateTriggerNames = {
-    "assembled", "all_ready", "all_committed", "verify", "flip", "decide", "give_up", "quiet"};
+inline constexpr std::array<std::string_view, 9> kUpdateTriggerNames = {
+    "assembled", "all_ready", "all_committed", "verify", "stage",
+    "flip",      "decide",    "give_up",       "quiet"};
 
-inline constexpr TransitionTable<UpdateState, 9, 8> kUpdateTransitions = [] {
+inline constexpr TransitionTable<UpdateState, 10, 9> kUpdateTransitions = [] {
   using enum UpdateState;
   constexpr std::nullopt_t kNo = std::nullopt;
-  return TransitionTable<UpdateState, 9, 8>{{
+  return TransitionTable<UpdateState, 10, 9>{{
       // opening
-      {{kPreparing, kNo, kNo, kNo, kNo, kNo, kEnding, kNo}},
+      {{kPreparing, kNo, kNo, kNo, kNo, kNo, kNo, kEnding, kNo}},
       // preparing
-      {{kNo, kData, kNo, kNo, kNo, kNo, kEnding, kNo}},
+      {{kNo, kData, kNo, kNo, kNo, kNo, kNo, kEnding, kNo}},
       // data
-      {{kNo, kNo, kSettling, kNo, kNo, kNo, kEnding, kNo}},
+      {{kNo, kNo, kSettling, kNo, kNo, kNo, kNo, kEnding, kNo}},
       // settling
-      {{kNo, kNo, kNo, kVerifying, kFlipping, kCommitted, kEnding, kNo}},
+      {{kNo, kNo, kNo, kVerifying, kStaged, kFlipping, kCommitted, kEnding, kNo}},
       // verifying
-      {{kNo, kNo, kNo, kNo, kFlipping, kCommitted, kEnding, kNo}},
+      {{kNo, kNo, kNo, kNo, kStaged, kFlipping, kCommitted, kEnding, kNo}},
+      // staged
+      {{kNo, kNo, kNo, kNo, kNo, kFlipping, kNo, kEnding, kNo}},
       // flipping
-      {{kNo, kNo, kNo, kNo, kNo, kCommitted, kEnding, kNo}},
+      {{kNo, kNo, kNo, kNo, kNo, kNo, kCommitted, kEnding, kNo}},
       // draining
-      {{kNo, kNo, kNo, kNo, kNo, kNo, kNo, kAborted}},
+      {{kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo, kAborted}},
       // committed
-      {{kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo}},
+      {{kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo}},
       // aborted
-      {{kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo}},
+      {{kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo, kNo}},
   }};
 }();
 

@@ -32,8 +32,22 @@ UpdateView group::ViewOf(const Update& u) {
 
 namespace {
 
-UpdateView ViewAt(const group::Update& update, TimePoint now, std::string waits_for) {
+// What the program has moved of its content so far, which is an estimate.
+int64_t MovedByRun(const group::Update& update, const RunProgress& run) {
+  if (!update.program.running()) return 0;
+  const int64_t to_write = update.participants.UnwrittenBytes();
+  double share = run.rounds;
+  if (to_write > 0) {
+    share = std::max(share, static_cast<double>(run.bytes) / static_cast<double>(to_write));
+  }
+  return static_cast<int64_t>(std::clamp(share, 0.0, 1.0) *
+                              static_cast<double>(update.program.content().bytes));
+}
+
+UpdateView ViewAt(const group::Update& update, TimePoint now, std::string waits_for,
+                  const RunProgress& run) {
   UpdateView view = group::ViewOf(update);
+  view.bytes += MovedByRun(update, run);
   view.elapsed = now - update.started;
   view.remaining = std::max(update.deadline - now, Duration(0));
   view.waits_for = std::move(waits_for);
@@ -44,7 +58,7 @@ UpdateView ViewAt(const group::Update& update, TimePoint now, std::string waits_
 
 UpdateStatistics Group::Statistics() const { return impl_->bucket_log.Statistics(); }
 
-GroupView Group::View(TimePoint now) const {
+GroupView Group::View(TimePoint now, const RunProgress& run) const {
   const Impl& g = *impl_;
   GroupView view;
   view.name = g.name;
@@ -89,8 +103,8 @@ GroupView Group::View(TimePoint now) const {
     v.catch_up =
         g.catch_up.Describe(instance, g.CatchUpRuns() ? &*g.update->catch_up : nullptr, in);
   }
-  view.update = ViewUpdate(now);
-  view.catch_up = g.CatchUpRuns() ? ViewLatest(now) : g.history.catch_up();
+  view.update = ViewUpdate(now, run);
+  view.catch_up = g.CatchUpRuns() ? ViewLatest(now, run) : g.history.catch_up();
   view.slots = g.slots.View();
   view.committed = g.history.committed();
   view.aborted = g.history.aborted();
@@ -102,18 +116,19 @@ std::vector<InstanceStanding> Group::TakeStandings() { return impl_->versions.Ta
 
 std::vector<InstanceStanding> Group::Standings() const { return impl_->versions.Standings(); }
 
-std::optional<UpdateView> Group::ViewUpdate(TimePoint now) const {
+std::optional<UpdateView> Group::ViewUpdate(TimePoint now, const RunProgress& run) const {
   const Impl& g = *impl_;
   const group::Update* const opened = g.Opened();
   if (opened == nullptr) return g.history.update();
   // One that waits for a hold beside a catch-up.
   const bool waits = opened != g.update.get();
-  return ViewAt(*opened, now, waits ? g.rollback.Describe(now) : g.WaitedFor(now));
+  return ViewAt(*opened, now, waits ? g.rollback.Describe(now) : g.WaitedFor(now), run);
 }
 
-std::optional<UpdateView> Group::ViewLatest(TimePoint now) const {
+std::optional<UpdateView> Group::ViewLatest(TimePoint now, const RunProgress& run) const {
   const Impl& g = *impl_;
-  return g.update == nullptr ? g.history.latest() : ViewAt(*g.update, now, g.WaitedFor(now));
+  if (g.update == nullptr) return g.history.latest();
+  return ViewAt(*g.update, now, g.WaitedFor(now), run);
 }
 
 std::optional<UpdateMark> Group::MarkLatest() const {

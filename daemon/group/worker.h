@@ -259,6 +259,8 @@ class Worker {
   // for it (P1).
   absl::StatusOr<SendPart> PartFor(MemberId member, UpdateId update, PartSeq part) const;
   bool Participates() const { return !updates_.empty(); }
+  // How far this daemon's share of the update's program is.
+  RunProgress ProgressOf(UpdateId id) const;
   // Whether no transfer, collective or read-back of this worker runs.
   bool quiet() const;
   // Whether a transfer reads that bucket's source.

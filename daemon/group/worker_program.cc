@@ -367,6 +367,21 @@ void Worker::AdvanceRun(Update* update, TimePoint now, const Output& out) {
   EndRunIfQuiet(update, out);
 }
 
+RunProgress Worker::ProgressOf(UpdateId id) const {
+  RunProgress made;
+  const auto it = updates_.find(id);
+  if (it == updates_.end() || !it->second.job.has_value()) return made;
+  const Job& job = *it->second.job;
+  if (!job.run.has_value()) return made;
+  for (const int64_t bytes : job.result.bytes_written) made.bytes += bytes;
+  const NodeProgram& program = *job.bound->program;
+  const bool on_wire = !program.outgoing.empty() || !program.incoming.empty();
+  if (job.run->wired && on_wire && program.rounds > 0) {
+    made.rounds = static_cast<double>(job.first_round) / static_cast<double>(program.rounds);
+  }
+  return made;
+}
+
 bool Worker::WitnessBefore(Update* update, const Output& out) {
   Job& job = *update->job;
   if (job.stopped) return false;

@@ -1,5 +1,7 @@
 #include "daemon/link/member_actions.h"
 
+#include <algorithm>
+#include <chrono>
 #include <variant>
 
 #include "daemon/link/values.h"
@@ -19,6 +21,30 @@ using peer::VersionOf;
 
 // Each action has two functions: Tell writes it as an event, ActionOf reads it at the member's
 // daemon.
+
+// ---- staged ----
+
+template <typename Event>
+void Put(const SendStaged& v, Event* event) {
+  if constexpr (requires { event->mutable_staged(); }) {
+    event->mutable_staged()->set_version(v.version.value());
+    event->mutable_staged()->set_update_id(v.update.value());
+    event->mutable_staged()->set_remaining_ms(MillisToProto(v.remaining));
+    if (v.content.has_value()) event->mutable_staged()->set_content_version(v.content->value());
+  } else {
+    REFITD_CHECK(false);  // a trainer has no backs
+  }
+}
+
+absl::StatusOr<MemberAction> ActionOf(MemberId member, const v1::Staged& message) {
+  SendStaged out;
+  out.member = member;
+  REFITD_ASSIGN_OR_RETURN(out.version, VersionOf(message.version(), "staged.version"));
+  REFITD_ASSIGN_OR_RETURN(out.remaining, MillisOf(message.remaining_ms(), "staged.remaining_ms"));
+  out.update = UpdateId(message.update_id());
+  REFITD_ASSIGN_OR_RETURN(out.content, ContentVersionOf(message, "staged.content_version"));
+  return out;
+}
 
 // ---- flip ----
 
@@ -109,6 +135,7 @@ void Put(const MemberAction& action, v1::PeerAnswer* answer) {
 absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerMemberEvent& message) {
   REFITD_ASSIGN_OR_RETURN(const MemberId member, MemberOf(message.member(), "member_event.member"));
   const v1::EngineEvent& event = message.event();
+  if (event.has_staged()) return ActionOf(member, event.staged());
   if (event.has_prepare()) return ActionOf(member, event.prepare());
   if (event.has_committed()) return ActionOf(member, event.committed());
   if (event.has_aborted()) return ActionOf(member, event.aborted());
@@ -124,5 +151,15 @@ Event EventOf(const MemberAction& action) {
 }
 template v1::EngineEvent EventOf(const MemberAction& action);
 template v1::TrainerEvent EventOf(const MemberAction& action);
+
+ReadyEvent ReadyOf(MemberId member, const v1::Ready& message) {
+  ReadyEvent out{member, UpdateId(message.update_id())};
+  // P10: a negative time says nothing, and the group counts none beyond Prepare.
+  constexpr std::chrono::microseconds kLongest = std::chrono::hours(24);
+  if (message.has_stopped_us() && message.stopped_us() >= 0) {
+    out.stopped = std::min(std::chrono::microseconds(message.stopped_us()), kLongest);
+  }
+  return out;
+}
 
 }  // namespace refitd

@@ -1,5 +1,5 @@
 // A MemberAction, by which a group tells a member something, travels to the member's daemon as the
-// event that the member gets.
+// event that the member gets. A rank's Ready travels to the group as the rank sent it.
 //
 // Pure functions, thread-safe.
 #ifndef REFITD_DAEMON_LINK_MEMBER_ACTIONS_H_
@@ -20,6 +20,8 @@ absl::StatusOr<MemberAction> MemberActionOf(const v1::PeerMemberEvent& message);
 // The event on the member's stream. `Event` is v1::EngineEvent or v1::TrainerEvent.
 template <typename Event>
 Event EventOf(const MemberAction& action);
+
+ReadyEvent ReadyOf(MemberId member, const v1::Ready& message);
 
 }  // namespace refitd
 

@@ -43,7 +43,8 @@ FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e, f, g)
 FIELDS(MemberLost, a, b)
-FIELDS(ReadyEvent, a, b)
+FIELDS(ReadyEvent, a, b, c)
+FIELDS(ProcessedEvent, a, b)
 FIELDS(EngineFailed, a, b, c, d)
 FIELDS(AckEvent, a, b, c)
 FIELDS(LeaseSlotEvent, a, b, c, d, e)
@@ -79,6 +80,7 @@ FIELDS(PeerIssue, a, b)
 FIELDS(SendPart, a, b, c, d, e, f)
 FIELDS(SendAborted, a, b, c, d, e)
 FIELDS(SendFlip, a, b, c, d, e)
+FIELDS(SendStaged, a, b, c, d, e)
 FIELDS(SendDraining, a)
 FIELDS(VerifyUpdate, a, b)
 FIELDS(PlanMember, a, b)
@@ -143,9 +145,9 @@ auto Fields(V& v) {
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, EngineIdentity>
 auto Fields(V& v) {
-  auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, content, counted] = v;
+  auto& [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, content, counted, staged] = v;
   (void)counted;
-  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, content);
+  return std::tie(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q, content, staged);
 }
 template <typename V>
 requires std::is_same_v<std::remove_const_t<V>, PeerAttach>
@@ -580,9 +582,9 @@ TEST_CASE("Every report arrives as it was sent") {
   ReportDecoder decoder(kBounds);
   ForEachAlternative<PeerReport>(
       rng, [&](const PeerReport& report) { CHECK(Equal(There(report, &decoder), report)); });
-  // Beside the reports there is the hello; three reports are of one kind, an engine's message.
+  // Beside the reports there is the hello; four reports are of one kind, an engine's message.
   CHECK(v1::PeerMessage::descriptor()->FindOneofByName("kind")->field_count() ==
-        std::variant_size_v<PeerReport> - 2 + 1);
+        std::variant_size_v<PeerReport> - 3 + 1);
 }
 
 TEST_CASE("Every command arrives as it was sent") {

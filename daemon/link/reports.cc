@@ -11,6 +11,7 @@
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
 #include "daemon/group/tensor_table.h"
+#include "daemon/link/member_actions.h"
 #include "daemon/link/trainer_messages.h"
 #include "daemon/link/values.h"
 #include "proto/convert.h"
@@ -65,6 +66,7 @@ void Put(const PeerAttach& v, v1::PeerMessage* message) {
   e->set_dirty(engine.dirty);
   e->set_held_origin(engine.held_origin);
   e->set_catch_up(engine.catch_up);
+  e->set_wants_staged(engine.wants_staged);
   e->set_trainer_identity(engine.trainer_identity);
   e->set_held_owner(TextToProto(engine.held_owner, kMaxIdentityBytes));
   e->set_held_digest(engine.held_digest);
@@ -91,7 +93,14 @@ v1::EngineMessage* EngineMessageOf(MemberId member, v1::PeerMessage* message) {
 }
 
 void Put(const ReadyEvent& v, v1::PeerMessage* message) {
-  EngineMessageOf(v.member, message)->mutable_ready()->set_update_id(v.update.value());
+  v1::Ready* out = EngineMessageOf(v.member, message)->mutable_ready();
+  out->set_update_id(v.update.value());
+  if (v.stopped.has_value())
+    out->set_stopped_us(std::chrono::duration_cast<std::chrono::microseconds>(*v.stopped).count());
+}
+
+void Put(const ProcessedEvent& v, v1::PeerMessage* message) {
+  EngineMessageOf(v.member, message)->mutable_processed()->set_update_id(v.update.value());
 }
 
 void Put(const EngineFailed& v, v1::PeerMessage* message) {
@@ -259,6 +268,7 @@ absl::StatusOr<PeerAttach> ReportOf(const v1::PeerAttach& message) {
   engine.held_digest = e.held_digest();
   if (e.has_held_content()) engine.held_content = Version(e.held_content());
   engine.catch_up = e.catch_up();
+  engine.wants_staged = e.wants_staged();
   engine.trainer_identity = e.trainer_identity();
   if (!engine.trainer_identity.empty()) {
     REFITD_RETURN_IF_ERROR(
@@ -298,7 +308,10 @@ absl::StatusOr<PeerReport> ReportOf(const v1::PeerEngineMessage& message) {
   REFITD_ASSIGN_OR_RETURN(const MemberId member,
                           MemberOf(message.member(), "engine_message.member"));
   const v1::EngineMessage& said = message.message();
-  if (said.has_ready()) return ReadyEvent{member, UpdateId(said.ready().update_id())};
+  if (said.has_ready()) return ReadyOf(member, said.ready());
+  if (said.has_processed()) {
+    return ProcessedEvent{member, UpdateId(said.processed().update_id())};
+  }
   if (said.has_ack()) {
     REFITD_ASSIGN_OR_RETURN(const PartSeq part, PartOf(said.ack().part(), "ack.part"));
     return AckEvent{member, UpdateId(said.ack().update_id()), part};

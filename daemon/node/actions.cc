@@ -118,6 +118,7 @@ void Count(const DaemonState& state, const GroupRecord& group, const UpdateEnded
   report.prepare = ended.prepare;
   report.data = ended.data;
   report.verify = ended.verify;
+  report.process = ended.process;
   report.flip = ended.flip;
   report.total = ended.total;
   report.bytes = ended.bytes;

@@ -304,7 +304,7 @@ void MakeSlotsFor(DaemonState& state, MemberId id, const GroupRecord& group) {
 
 void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member, StateLock& lock) {
   AuditAttach(state, *member);
-  TakeKept(state, member, lock);
+  HandOverKept(state, member, lock);
   std::optional<KeptNews> kept;
   if (member->kept.has_value()) {
     kept = KeptNews{member->kept->content, {}};

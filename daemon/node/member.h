@@ -64,7 +64,7 @@ struct RegionRecord {
   std::string identity;
 };
 
-// The arenas of an engine rank whose lease has ended (kept_arenas.h).
+// The arenas of an engine rank whose lease has ended (kept_ranks.h).
 struct KeptRank {
   struct Arena {
     RegionRecord front;

@@ -56,8 +56,8 @@ class MemberCalls {
                   ReplyFunction reply);
   // Called when the caller has left.
   void CallGone(CallId call);
-  // Takes an engine rank's report (ReadyEvent, AckEvent, EngineFailed). Does nothing if the member
-  // is lost.
+  // Takes an engine rank's report (ReadyEvent, ProcessedEvent, AckEvent, EngineFailed). Does
+  // nothing if the member is lost.
   void HandleEngineEvent(MemberId member, GroupEvent event);
 
   // ---- layouts ----

@@ -79,7 +79,7 @@ class MemberMemory : public DescriptorHandler {
   // Identifies the memfd: two descriptors of one memfd have equal origins.
   static absl::StatusOr<MemoryOrigin> OriginOf(const UniqueFd& fd);
   // Maps the first `bytes` of the memfd, or shares a mapping of it. `origin`: OriginOf(fd). Kept
-  // arenas (kept_arenas.h) give way where a limit is reached. Errors: as of HostRegion::Map;
+  // arenas (kept_ranks.h) give way where a limit is reached. Errors: as of HostRegion::Map;
   // RESOURCE_EXHAUSTED: a limit.
   absl::StatusOr<MemorySpan> Map(const UniqueFd& fd, const MemoryOrigin& origin, int64_t bytes,
                                  Access access, const std::string& identity);

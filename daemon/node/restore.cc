@@ -72,7 +72,7 @@ absl::Status ClaimKept(const DaemonState& state, Arrival* arrival) {
   return absl::OkStatus();
 }
 
-void TakeKept(DaemonState& state, MemberRecord* member, StateLock& lock) {
+void HandOverKept(DaemonState& state, MemberRecord* member, StateLock& lock) {
   if (!member->engine) return;
   const absl::StatusOr<const KeptRank*> found = state.kept.Find(*member);
   // P3: a version of an incarnation that was replaced is none.
@@ -110,7 +110,7 @@ void EndRestore(DaemonState& state, MemberRecord* member, std::string_view diffe
   Drop(std::move(over), lock);
 }
 
-void GiveUpKept(DaemonState& state, const KeptArenas::Wanted& wanted, std::string_view why,
+void GiveUpKept(DaemonState& state, const KeptRanks::Wanted& wanted, std::string_view why,
                 StateLock& lock) {
   GiveUp(state.kept.TakeAll(wanted), why, lock);
 }

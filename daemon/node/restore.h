@@ -13,7 +13,7 @@
 #include <string_view>
 
 #include "absl/status/status.h"
-#include "daemon/node/kept_arenas.h"
+#include "daemon/node/kept_ranks.h"
 #include "daemon/node/member_attach.h"
 #include "daemon/node/state.h"
 #include "daemon/node/state_lock.h"
@@ -29,7 +29,7 @@ absl::Status ClaimKept(const DaemonState& state, Arrival* arrival)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // The group has taken the rank in: it gets what it has claimed. What else is kept of the rank is
 // given up, and so is what is kept on its GPU, whose memory the rank is about to ask for.
-void TakeKept(DaemonState& state, MemberRecord* member, StateLock& lock)
+void HandOverKept(DaemonState& state, MemberRecord* member, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // The rank's first layout is registered, over the kept version, or is refused because it is not;
 // `differs`: how. Logs and counts that, and drops the kept regions. The rank's own regions keep the
@@ -37,7 +37,7 @@ void TakeKept(DaemonState& state, MemberRecord* member, StateLock& lock)
 void EndRestore(DaemonState& state, MemberRecord* member, std::string_view differs, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 // Gives up all for which `wanted` holds. `why` is for the log.
-void GiveUpKept(DaemonState& state, const KeptArenas::Wanted& wanted, std::string_view why,
+void GiveUpKept(DaemonState& state, const KeptRanks::Wanted& wanted, std::string_view why,
                 StateLock& lock) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
 }  // namespace refitd

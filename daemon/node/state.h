@@ -24,7 +24,7 @@
 #include "daemon/node/data_plane.h"
 #include "daemon/node/group_spec.h"
 #include "daemon/node/groups.h"
-#include "daemon/node/kept_arenas.h"
+#include "daemon/node/kept_ranks.h"
 #include "daemon/node/members.h"
 #include "daemon/node/options.h"
 #include "daemon/node/peer_sessions.h"
@@ -74,7 +74,7 @@ struct DaemonState {
   StateMutex mutex;
 
   Members members ABSL_GUARDED_BY(kStateLocked);
-  KeptArenas kept ABSL_GUARDED_BY(kStateLocked);
+  KeptRanks kept ABSL_GUARDED_BY(kStateLocked);
   PendingAttaches pending ABSL_GUARDED_BY(kStateLocked);
   PeerSessions sessions ABSL_GUARDED_BY(kStateLocked);
   Groups groups ABSL_GUARDED_BY(kStateLocked);

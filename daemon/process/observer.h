@@ -44,7 +44,8 @@ struct UpdateReport {
   Duration prepare{};       // Begin to every rank ready
   Duration data{};          // from there to the last Commit
   Duration verify{};        // from there to every digest compared
-  Duration flip{};          // from there to the outcome, with shadowed instances
+  Duration process{};       // from there to the flips, with shadowed instances
+  Duration flip{};          // from there to the outcome
   Duration total{};         // Begin to the outcome
   int64_t bytes = 0;        // tensor data handed over
   bool rollback = false;    // it was a rollback
@@ -69,7 +70,7 @@ class DaemonObserver {
   // `took`: the time from its start to its outcome.
   virtual void CatchUpEnded(const std::string& group, CatchUpEnd end, int64_t bytes,
                             Duration took) = 0;
-  // An instance that was asked to pause was sent the outcome. `pause`: the time in between.
+  // An instance that was asked to pause was sent the outcome. `pause`: InstanceOutcome::pause.
   virtual void InstanceReleased(const std::string& group, const std::string& instance,
                                 Duration pause, FlipEnd flip) = 0;
   virtual void BytesMoved(const std::string& group, MoveKind kind, int64_t bytes) = 0;

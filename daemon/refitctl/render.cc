@@ -227,7 +227,8 @@ bool TakesPart(const v1::InstanceResult& instance) { return instance.reason().em
 
 // Whether versions are written to arenas, beside the version that is served.
 bool Stages(const v1::UpdateStatus& update) {
-  if (update.state() != "data" && update.state() != "settling" && update.state() != "verifying") {
+  const auto& state = update.state();
+  if (state != "data" && state != "settling" && state != "verifying" && state != "staged") {
     return false;
   }
   return std::any_of(update.instances().begin(), update.instances().end(),
@@ -237,7 +238,8 @@ bool Stages(const v1::UpdateStatus& update) {
 // Returns the update's state, or "staging" while it writes only to arenas and to instances that are
 // paused anyway.
 std::string StateWord(const v1::UpdateStatus& update) {
-  return Stages(update) && update.state() != "verifying" ? "staging" : update.state();
+  const bool written = update.state() == "verifying" || update.state() == "staged";
+  return Stages(update) && !written ? "staging" : update.state();
 }
 
 // Who serves while the update runs, and who is paused.

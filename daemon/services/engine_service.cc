@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "daemon/checks/bucket.h"
+#include "daemon/link/member_actions.h"
 #include "daemon/node/life.h"
 #include "daemon/services/member_requests.h"
 #include "daemon/services/member_service.h"
@@ -26,8 +27,11 @@ struct EngineRole {
   static bool Answer(Daemon* daemon, MemberId member, const Message& message) {
     switch (message.kind_case()) {
       case Message::kReady:
+        daemon->calls().HandleEngineEvent(member, ReadyOf(member, message.ready()));
+        return true;
+      case Message::kProcessed:
         daemon->calls().HandleEngineEvent(
-            member, ReadyEvent{member, UpdateId(message.ready().update_id())});
+            member, ProcessedEvent{member, UpdateId(message.processed().update_id())});
         return true;
       case Message::kAck: {
         const v1::Ack& ack = message.ack();

@@ -122,6 +122,11 @@ absl::StatusOr<EngineIdentity> IdentityOf(const v1::EngineHello& hello, const Pe
     return InvalidField("catch_up", "catch_up: only {} delivery takes part in catch-ups",
                         DeliveriesWith(CatchesUp));
   }
+  identity.wants_staged = hello.wants_staged();
+  if (hello.wants_staged() && !NeedsLayout(identity.delivery)) {
+    return InvalidField("wants_staged", "wants_staged: only {} delivery is staged",
+                        DeliveriesWith(NeedsLayout));
+  }
   const int64_t manifest_tensors =
       std::max<int64_t>(hello.manifest_tensors(), hello.manifest().names_size());
   const bool too_many = manifest_tensors > kMaxTensorsPerLayout;

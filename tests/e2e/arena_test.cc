@@ -5,9 +5,11 @@
 #include <stdlib.h>
 
 #include <catch2/catch.hpp>
+#include <chrono>
 #include <cstring>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -97,6 +99,107 @@ TEST_CASE("versions are staged while engines serve, at addresses that stay") {
     CHECK(rank->seen().flips == 8);
     CHECK(rank->seen().prepares == 8);
   }
+}
+
+// "slow" processes staged versions, "quick" does not ask for them and is at another daemon than the
+// group. Both hold version 1.
+struct OneProcesses {
+  explicit OneProcesses(std::vector<std::string> limits = {}) : home(FlagsOf(std::move(limits))) {
+    client::EngineOptions asks = Shadowed(ConnectTo(home), "slow");
+    asks.wants_staged = true;
+    slow.emplace(asks, model, whole, ArenaFor(whole));
+    client::ConnectOptions connect = ConnectTo(away);
+    connect.coordinator = home.address();
+    quick.emplace(Shadowed(connect, "quick"), model, whole, ArenaFor(whole));
+    Installed(1);
+  }
+  static std::vector<std::string> FlagsOf(std::vector<std::string> limits) {
+    limits.push_back("--listen-tcp=" + OwnLoopback(1) + ":0");
+    limits.push_back("--daemon-id=home");
+    return limits;
+  }
+  void Installed(int64_t version) {
+    const absl::Status installed = pusher.Install(version);
+    INFO(installed);
+    REQUIRE(installed.ok());
+    Committed(&*slow, version);
+    Committed(&*quick, version);
+  }
+  std::thread Begin(int64_t version, absl::Status* installed) {
+    return std::thread([this, version, installed] { *installed = pusher.Install(version); });
+  }
+  v1::UpdateStatus update() { return home.Status().groups(0).update(); }
+
+  const Model model = MixedModel();
+  const Held whole = HoldWhole(model);
+  Daemon home;
+  Daemon away{{"--listen-tcp=" + OwnLoopback(2) + ":0", "--daemon-id=away"}};
+  Pusher pusher{WithSpec(ConnectTo(home), 2), model};
+  std::optional<Rank> slow;
+  std::optional<Rank> quick;
+};
+
+TEST_CASE("no engine is asked to pause while another processes the staged version") {
+  OneProcesses f;
+  f.slow->Hold();
+  absl::Status installed;
+  std::thread install = f.Begin(2, &installed);
+  const bool staged = f.slow->Await([](const Rank::Seen& s) { return s.staged == 2; });
+  CHECK(f.update().state() == "staged");
+  const int checks = f.quick->seen().checks;
+  CHECK(f.quick->Await([&](const Rank::Seen& s) { return s.checks > checks + 2; }));
+  CHECK(f.quick->seen().prepares == 1);
+  CHECK(f.quick->engine().weights() == Weights::kClean);
+  const auto held = std::chrono::steady_clock::now();
+  f.slow->Let();
+  install.join();
+  const auto let = std::chrono::steady_clock::now() - held;
+  REQUIRE(staged);
+  CHECK(installed.ok());
+  Committed(&*f.slow, 2);
+  Committed(&*f.quick, 2);
+  CHECK(f.quick->seen().staged == 0);
+  // No pause began before the answer.
+  const v1::UpdateStatus update = f.update();
+  REQUIRE(update.instances_size() == 2);
+  for (const v1::InstanceResult& instance : update.instances()) {
+    CHECK(instance.pause_seconds() <= std::chrono::duration<double>(let).count());
+  }
+}
+
+TEST_CASE("an update that is given up while an engine processes it is not seen by others") {
+  OneProcesses f;
+  f.slow->Hold();
+  absl::Status installed;
+  std::thread install = f.Begin(2, &installed);
+  const bool staged = f.slow->Await([](const Rank::Seen& s) { return s.staged == 2; });
+  v1::AbortUpdateRequest abort;
+  abort.set_group("g");
+  CHECK(f.home.Call(&v1::Operator::Stub::AbortUpdate, abort).status.ok());
+  f.slow->Let();
+  install.join();
+  REQUIRE(staged);
+  CHECK(absl::IsAborted(installed));
+  REQUIRE(f.slow->Await([](const Rank::Seen& s) { return s.aborts == 1; }));
+  CHECK_FALSE(f.slow->seen().aborted.dirty);
+  CHECK(f.slow->engine().version() == Version(1));
+  f.Installed(3);
+  CHECK(f.quick->seen().aborts == 0);
+  CHECK(f.quick->seen().prepares == 2);
+}
+
+TEST_CASE(
+    "an engine that does not process a staged version in time gets its Prepare all the same") {
+  OneProcesses f({"--limits-processing-ms=200"});
+  f.slow->Hold();
+  absl::Status installed;
+  std::thread install = f.Begin(2, &installed);
+  CHECK(f.quick->Await([](const Rank::Seen& s) { return s.prepares == 2; }));
+  f.slow->Let();
+  install.join();
+  CHECK(installed.ok());
+  Committed(&*f.slow, 2);
+  Committed(&*f.quick, 2);
 }
 
 TEST_CASE("compiled refits are staged too, and their moves are kept for each side") {

@@ -109,7 +109,7 @@ Update Begin(refit_trainer* trainer, refit_engine* engine, int64_t version) {
   });
   const refit_event prepare = Next(engine);
   REQUIRE(prepare.kind == REFIT_EVENT_PREPARE);
-  Ok(refit_engine_ready(engine, version));
+  Ok(refit_engine_ready(engine, version, -1));
   const auto [status, update] = begun.get();
   REQUIRE(status == REFIT_OK);
   return Update(update);

@@ -100,7 +100,7 @@ class Rank {
   }
   const Layout& layout() const { return held_.layout; }
 
-  // Keeps back the answer to Prepare until Let.
+  // Keeps back the answers to Staged and Prepare until Let.
   void Hold() {
     MutexLock lock(&mutex_);
     hold_ = true;
@@ -112,6 +112,7 @@ class Rank {
   }
 
   struct Seen {
+    int staged = 0;
     int prepares = 0;
     int flips = 0;   // prepares with `flip`
     int checks = 0;  // of an arena, while the rank was idle
@@ -172,6 +173,17 @@ class Rank {
     return absl::OkStatus();
   }
   absl::Status On(const client::Draining&) { return absl::OkStatus(); }
+  absl::Status On(const client::Staged& staged) {
+    CheckClean();  // it serves what it served before
+    {
+      MutexLock lock(&mutex_);
+      ++seen_.staged;
+      while (hold_) cond_.Wait(&mutex_);
+    }
+    const absl::Status answered = engine_->Processed(staged.version);
+    // Prepare, or the outcome, came first.
+    return absl::IsFailedPrecondition(answered) ? absl::OkStatus() : answered;
+  }
   absl::Status On(const client::Prepare& prepare) {
     Flips how = Flips::kWell;
     {

@@ -1052,7 +1052,7 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
   std::thread serve([&] {
     auto event = Initialised<refit_event>();
     while (!stop && refit_engine_next(engine, 20, &event) == REFIT_OK) {
-      if (event.kind == REFIT_EVENT_PREPARE) (void)refit_engine_ready(engine, event.version);
+      if (event.kind == REFIT_EVENT_PREPARE) (void)refit_engine_ready(engine, event.version, -1);
     }
   });
   std::vector<std::string> differences;

@@ -60,6 +60,23 @@ def test_five_versions_into_arenas(name: str, folder: Path, daemon: Any, tmp_pat
     assert delivery["arena_bytes"] and not any("arena" in why for why in delivery["processed"].values()), delivery
 
 
+@pytest.mark.parametrize("name,tp", [("qwen3", 1), ("qwen2-bias", 2)])
+def test_five_versions_are_post_processed_before_the_pause(
+    name: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With linear layers of another format (startup/sitecustomize.py), each module is processed aside, by SGLang's own loader."""
+    monkeypatch.setenv("REFITD_ARENA", "device")
+    monkeypatch.setenv("REFITD_ENGINES_REPACKED", "1")
+
+    def staged(engine: EngineProcess, version: int) -> None:
+        for rank in engine.call("status"):
+            assert rank["staged"] and rank["processed_ahead"] == len(rank["delivery"]["ahead"]), rank
+
+    delivery = support.check_five_versions(SglangProcess, name, folder, daemon, tmp_path, each=staged, tp=tp)
+    assert not delivery["in_pause"], delivery["in_pause"]
+    assert {"model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.down_proj"} <= set(delivery["ahead"])
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])
 def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
     check_five_versions(name, folder, daemon, tmp_path, tp=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import models
 import pytest
 from refitd import testing
 from server import Server, SglangServer
-from support import CALL_SECONDS, CheckpointTrainer
+from support import CALL_SECONDS, HERE, CheckpointTrainer
 
 pytest.importorskip("sglang")
 PROMPT = "Tell me"
@@ -25,8 +26,14 @@ def ready(server: Server, version: int) -> bool:
     return code == 200 and body["version"] == version
 
 
-def test_server_under_load(tmp_path: Path) -> None:
-    """Random weights are never shown, no request fails, and the versions of each answer's tokens rise and cover all of them."""
+@pytest.mark.parametrize("arena", ["off", "device"])
+def test_server_under_load(arena: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights are never shown, no request fails, and the versions of each answer's tokens rise and cover all of them. With an arena
+    linear layers are repacked (startup/sitecustomize.py), while requests are served."""
+    monkeypatch.setenv("REFITD_ARENA", arena)
+    if arena == "device":
+        monkeypatch.setenv("REFITD_ENGINES_REPACKED", "1")
+        monkeypatch.setenv("PYTHONPATH", f"{HERE / 'startup'}:{os.environ['PYTHONPATH']}")
     checkpoints = [models.make("qwen3", tmp_path, seed) for seed in (1, 2)]
     spans: list[Any] = []
     failures: list[str] = []
@@ -60,6 +67,7 @@ def test_server_under_load(tmp_path: Path) -> None:
                 trainer.send(version, checkpoints[version % 2])
                 server.until(lambda: ready(server, version), f"version {version}")
                 assert server.complete(PROMPT) == (texts[version % 2], version)
+                assert server.get("/refitd/status")[1]["staged"] == (arena == "device")
             stop.set()
             for thread in clients:
                 thread.join(CALL_SECONDS)

@@ -110,8 +110,7 @@ def test_five_versions_into_arenas(
     def staged(engine: EngineProcess, version: int) -> None:
         for rank in engine.call("status"):
             assert rank["staged"], version
-            # Before its first version the engine does not serve.
-            assert rank["processed_ahead"] == (len(rank["delivery"]["ahead"]) if version > 1 else 0), rank
+            assert rank["processed_ahead"] == len(rank["delivery"]["ahead"]), rank
 
     delivery = check_five_versions(name, folder, daemon, tmp_path, dtype=dtype, tp=tp, each=staged)
     assert delivery["arena_bytes"] and not any("arena" in why for why in delivery["processed"].values()), delivery

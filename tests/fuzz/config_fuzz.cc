@@ -121,6 +121,7 @@ void CheckAccepted(const Config& config) {
   REFITD_CHECK(IsWait(limits.max_duration_ms()) && IsWait(limits.default_duration_ms()));
   REFITD_CHECK(limits.default_duration_ms() <= limits.max_duration_ms());
   REFITD_CHECK(IsWait(limits.ready_ms()) && IsWait(limits.ack_ms()));
+  REFITD_CHECK(IsWait(limits.processing_ms()));
   REFITD_CHECK(IsWait(limits.idle_ms()) && IsWait(limits.lease_ms()));
   REFITD_CHECK(InRange(limits.outstanding_buckets(), 1, kMaxConfiguredOutstanding));
   REFITD_CHECK(InRange(limits.compare_every(), 1, kMaxConfiguredCompareEvery));

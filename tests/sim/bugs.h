@@ -18,7 +18,7 @@ struct Planted {
   uint64_t first = 0;         // the first of them
 };
 
-inline constexpr std::array<Planted, 40> kPlanted = {{
+inline constexpr std::array<Planted, 44> kPlanted = {{
     {Bug::kEarlyCommitted, "early-committed", "P1", 100},
     {Bug::kForgottenUnknown, "forgotten-unknown", "P2", 1000},
     {Bug::kEarlyIssue, "early-issue", "P5", 100},
@@ -60,6 +60,10 @@ inline constexpr std::array<Planted, 40> kPlanted = {{
     {Bug::kIgnoredHold, "ignored-hold", "HOLD", 500},
     {Bug::kWrongContent, "wrong-content", "P11", 500},
     {Bug::kForgottenContent, "forgotten-content", "P11", 1000},
+    {Bug::kHastyPrepare, "hasty-prepare", "AHEAD", 500},
+    {Bug::kEveryoneStaged, "everyone-staged", "AHEAD", 500},
+    {Bug::kEarlyStaged, "early-staged", "P1", 500},
+    {Bug::kKeptProcessed, "kept-processed", "P11", 1000},
 }};
 
 }  // namespace refitd::sim

@@ -86,6 +86,7 @@ void World::MakeScenario() {
     group.limits.default_duration = seconds(5);
     group.limits.max_duration = kLongestUpdate;
     group.limits.ready_limit = seconds(2);
+    group.limits.processing_limit = milliseconds(400);
     group.limits.ack_limit = seconds(2);
     group.limits.idle_limit = seconds(3);
     group.limits.grant_limit = seconds(2);
@@ -150,6 +151,7 @@ void World::MakeScenario() {
       seat.manifest = seat.delivery == DeliveryMode::kLoader && random_.Percent(50);
       seat.catch_up = registered && random_.Percent(75);
       seat.shadowed = registered && (options_.seed / 2 + static_cast<uint64_t>(i)) % 5 < 2;
+      seat.wants_staged = seat.shadowed && (options_.seed + static_cast<uint64_t>(i)) % 2 == 0;
       const int first = random_.Int(0, daemons - 1);
       for (int rank = 0; rank < seat.world_size; ++rank) {
         seat.rank = rank;

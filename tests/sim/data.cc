@@ -305,6 +305,10 @@ void World::On(int d, int g, const StartVerify& a) {
     FeedTo(d, g, nonce, PeerEvent(std::move(ended)));
   };
   BeginWork(work, Find(d, g)->executor->Start(a, Memory(this, d, g), done));
+  for (size_t k = 0; options_.bug == Bug::kEarlyStaged && k < work->pids.size(); ++k) {
+    if (work->pids[k] == 0 || !SeatOf(ProcessOf(work->pids[k])).wants_staged) continue;
+    On(d, g, SendStaged{a.destinations[k], a.version, a.update});
+  }
 }
 
 // Lets the job run that the executor has submitted.

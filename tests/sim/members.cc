@@ -231,6 +231,7 @@ void World::TryAttach(int pid) {
     }
     if (options_.bug != Bug::kTakeover) who.held_owner = owner;
     who.catch_up = s.catch_up;
+    who.wants_staged = s.wants_staged || (options_.bug == Bug::kEveryoneStaged && s.shadowed);
     if (s.manifest) who.manifest = GroupOf(g).model;
     EngineAttached attached{member, std::move(who)};
     attached.awaits_slots = m->follower != nullptr && s.delivery == DeliveryMode::kLoader;
@@ -253,6 +254,8 @@ void World::LoseLease(int pid, const std::string& why, Duration retry) {
   p.undecided = p.undecided || p.flipped;
   p.flipped = false;
   p.flips = 0;
+  p.staged.reset();
+  if (options_.bug != Bug::kKeptProcessed) p.processed.reset();
   while (!p.packs.empty()) EndPack(pid, p.packs.back().grant);
   for (const auto& shard : p.shards) Clobber(shard.get());
   p.shard.reset();
@@ -382,6 +385,7 @@ void World::HearPrepare(int pid, Version version, UpdateId update) {
                                      pid, update));
   }
   p.prepared = update;
+  p.staged.reset();
   p.prepared_version = version;
   p.next_part = 0;
   Duration wait = random_.Micros(100, 15'000);
@@ -487,6 +491,8 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty,
                                         pid, version, content.value_or(Version(-1)),
                                         rounds_[rounds_[index].bytes_of].version));
     }
+    CheckProcessed(p, version);
+    p.processed.reset();
     p.holds = version;
     p.content = content == version ? std::nullopt : content;
     p.torn = false;
@@ -508,6 +514,8 @@ void World::HearOutcome(int pid, bool committed, Version version, bool dirty,
   }
   p.weights_unknown = false;
   p.prepared.reset();
+  p.staged.reset();
+  if (options_.bug != Bug::kKeptProcessed) p.processed.reset();
   // After a new registration the memory is not known to hold a version until the next update.
   if (seat.delivery == DeliveryMode::kInPlace && random_.PerMille(chances_.new_binding)) {
     RegisterLayout(pid);

@@ -499,6 +499,12 @@ void World::CheckUndone(int g, const MachineView& view) {
 
 void World::Perform(int d, int g, const MachineAction& action) {
   Note("->", d, g, action);
+  if (const auto* of_group = std::get_if<GroupAction>(&action); of_group != nullptr) {
+    if (Find(d, g)->coordinator != nullptr) {
+      if (const auto* flip = std::get_if<SendFlip>(of_group)) CheckWaited(d, g, d, *flip);
+      if (const auto* staged = std::get_if<SendStaged>(of_group)) NoteStaged(d, g, *staged);
+    }
+  }
   std::visit(
       [this, d, g](const auto& outer) {
         std::visit([this, d, g](const auto& a) { this->On(d, g, a); }, outer);
@@ -843,6 +849,10 @@ void World::On(int d, int g, const SendCommand& a) {
       Feed(d, g, ReportReceived{a.node, PeerPong{ping->number}});
     }
     return;
+  }
+  if (const auto* news = std::get_if<MemberAction>(&a.command)) {
+    if (const auto* flip = std::get_if<SendFlip>(news)) CheckWaited(d, g, link->f, *flip);
+    if (const auto* staged = std::get_if<SendStaged>(news)) NoteStaged(d, g, *staged);
   }
   if (!link->c_open) return;
   if (const absl::Status read = Read(a.command, BoundsOf(GroupOf(g).spec)); !read.ok()) {

@@ -16,6 +16,8 @@
 //   REG   an update left out an instance though every rank of it was told that it is registered and
 //         none was lost
 //   GIVE  a catch-up committed while a trainer's call that opens an update was waiting
+//   AHEAD engines were asked to pause while others processed the version that is staged, or a rank
+//         heard of it that did not ask
 //   REST  only some engines died, or the data plane of one daemon did not come up, and the update
 //         was given up for the other engines as well
 #ifndef REFITD_TESTS_SIM_WORLD_H_
@@ -94,6 +96,10 @@ enum class Bug : uint8_t {
   kIgnoredHold,       // the next update is staged though the version before is held
   kWrongContent,      // ranks do not get the version whose content a rollback has
   kForgottenContent,  // ranks do not say of what content the rollback is that they hold
+  kHastyPrepare,      // engines are asked to pause before others have processed the version
+  kEveryoneStaged,    // ranks that did not ask are sent Staged
+  kEarlyStaged,       // a rank is sent Staged when the read-back of its backs begins
+  kKeptProcessed,     // a rank keeps what it made of a version that was given up
 };
 
 struct Options {
@@ -264,6 +270,7 @@ struct Seat {  // a place for a process: which member should be attached where
   bool manifest = false;
   bool catch_up = false;  // takes part in catch-ups
   bool shadowed = false;  // its layout has backs
+  bool wants_staged = false;
   int pid = 0;
 };
 
@@ -305,6 +312,9 @@ struct Process {
   bool weights_unknown = false;    // answered Ready, heard no outcome
   std::optional<UpdateId> prepared;
   Version prepared_version;
+  std::optional<UpdateId> staged;    // whose Prepare or outcome it has not heard
+  std::optional<UpdateId> answered;  // the last Staged that it answered
+  std::optional<std::vector<std::vector<Tag>>> processed;  // `back`, when it answered
   int64_t next_part = 0;
 
   // ---- trainer ----
@@ -657,6 +667,7 @@ class World {
   void Perform(int d, int g, const MachineAction& action);
   void On(int d, int g, const Reply& a);
   void On(int d, int g, const SendPrepare& a);
+  void On(int d, int g, const SendStaged& a);
   void On(int d, int g, const SendFlip& a);
   void On(int d, int g, const SendPart& a);
   void On(int d, int g, const SendCommitted& a);
@@ -787,6 +798,11 @@ class World {
   void HearWelcome(int pid);
   void HearPrepare(int pid, Version version, UpdateId update);
   static void Flip(Process* p);
+  // ---- staged.cc ----
+  void HearStaged(int pid, Version version, UpdateId update);
+  void CheckProcessed(const Process& p, Version version);
+  void NoteStaged(int d, int g, const SendStaged& a);
+  void CheckWaited(int d, int g, int at, const SendFlip& a);
   void HearPart(int pid, const SendPart& a, const std::shared_ptr<Pool>& pool);
   // `content`: of a commit: the version whose content it is.
   void HearOutcome(int pid, bool committed, Version version, bool dirty,
@@ -872,6 +888,8 @@ class World {
 
   const Options options_;
   Random random_;
+  // By the coordinator's nonce and update: until when answers to Staged are waited for.
+  std::map<std::pair<uint64_t, UpdateId>, TimePoint> staged_until_;
   Result result_;
   TimePoint now_{std::chrono::hours(1)};
   std::vector<Item> queue_;  // a heap

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from ._core.member import TLS, Connect, GroupSpec
-from .engine import Aborted, Committed, Draining, Engine, Event, Joiner, Lost, Part, Prepare, Reattached, View, Weights
+from .engine import Aborted, Committed, Draining, Engine, Event, Joiner, Lost, Part, Prepare, Reattached, Staged, View, Weights
 from .errors import (
     AlreadyExists, Cancelled, Closed, DataLoss, DeadlineExceeded, Error, FailedPrecondition, Forked, Internal, InvalidArgument, NotFound,
     OutOfRange, PermissionDenied, ResourceExhausted, StagingWarning, Status, Suspect, Unauthenticated, Unavailable, Unimplemented, Unknown,
@@ -44,7 +44,7 @@ __all__ = [
     "Aborted", "AlreadyExists", "Box", "Cancelled", "Captured", "Closed", "Committed", "Connect", "CudaMemory", "DataLoss",
     "DeadlineExceeded", "Draining", "Engine", "EngineLoop", "Error", "Event", "FailedPrecondition", "FilledMemory", "Forked", "GroupSpec",
     "HostMemory", "InstanceOutcome", "Internal", "InvalidArgument", "Joiner", "Layout", "Lost", "NotFound", "OutOfRange", "Part",
-    "PermissionDenied", "Prepare", "PushedTensors", "Reattached", "Region", "RegionMemory", "ResourceExhausted", "Shard", "StagingWarning",
-    "Status", "Suspect", "TLS", "TensorSpec", "Trainer", "Unauthenticated", "Unavailable", "Unimplemented", "Unknown", "Update",
+    "PermissionDenied", "Prepare", "PushedTensors", "Reattached", "Region", "RegionMemory", "ResourceExhausted", "Shard", "Staged",
+    "StagingWarning", "Status", "Suspect", "TLS", "TensorSpec", "Trainer", "Unauthenticated", "Unavailable", "Unimplemented", "Unknown", "Update",
     "UpdateAborted", "UpdateResult", "View", "Weights", "adopt", "capture", "empty", "locate", "replace_group",
 ]  # fmt: skip

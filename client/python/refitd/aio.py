@@ -151,6 +151,7 @@ class Engine(_Attached):
     register = _awaiting(engine.Engine.register)
     register_layout = _awaiting(engine.Engine.register_layout)
     restore = _awaiting(engine.Engine.restore)
+    processed = _awaiting(engine.Engine.processed)
     ready = _awaiting(engine.Engine.ready)
     ack = _awaiting(engine.Engine.ack)
     fail = _awaiting(engine.Engine.fail)

@@ -41,6 +41,24 @@ class Weights(IntEnum):
 
 
 @dataclass(frozen=True)
+class Staged:
+    """A version is complete and verified in the other side of the engine's arena (`Engine(wants_staged=True)`), and stays there until the outcome:
+    prepare what can be while serving, then call processed().
+
+    Prepare follows, also where that was not called within `remaining_seconds`; or Aborted, after which nothing that was made of the version may
+    be used.
+    """
+
+    version: int
+    remaining_seconds: float
+    engine: Engine = field(repr=False, compare=False)
+
+    def processed(self) -> None:
+        """Answers that this rank need not be waited for. Raises FailedPrecondition where no answer is due (any more)."""
+        self.engine.processed(self.version)
+
+
+@dataclass(frozen=True)
 class Prepare:
     """An update begins: stop reading the weights, synchronise the device, then call ready().
 
@@ -55,9 +73,9 @@ class Prepare:
     flip: bool
     engine: Engine = field(repr=False, compare=False)
 
-    def ready(self) -> None:
-        """Answers that this rank no longer reads its weights. Raises FailedPrecondition where no answer is due (any more)."""
-        self.engine.ready(self.version)
+    def ready(self, stopped_seconds: float | None = None) -> None:
+        """As Engine.ready."""
+        self.engine.ready(self.version, stopped_seconds)
 
     def fail(self, reason: str) -> None:
         """Refuses the update; Aborted follows."""
@@ -171,7 +189,7 @@ class Reattached:
     weights: Weights
 
 
-Event = Union[Prepare, Part, Committed, Aborted, Draining, Lost, Reattached]
+Event = Union[Staged, Prepare, Part, Committed, Aborted, Draining, Lost, Reattached]
 
 
 class Joiner:
@@ -279,6 +297,7 @@ class Engine(Member):
         dirty: bool = False,
         catch_up: bool = True,
         restore: bool = False,
+        wants_staged: bool = False,
         device: str | None = None,
         socket: str | None = None,
         connect: Connect = Connect(),
@@ -309,6 +328,7 @@ class Engine(Member):
             restore: Without `loader`, whether the daemon keeps this rank's arenas when its process ends (GroupSpec.keep_seconds), and the rank
                 takes up by restore() those that it keeps of this rank's last process; without this they are given up. Not with `held_version`
                 or `dirty`.
+            wants_staged: Whether Staged comes before Prepare where versions are staged in arenas. Not with `loader`.
             device: Where the weights are, a GPU's UUID ("GPU-...") or "host"; None: the current GPU where torch has used CUDA in this
                 process, else host memory until tensors on a GPU are registered, for which the engine attaches anew there.
             socket: The path of the daemon's socket, in short for `connect.socket`.
@@ -338,6 +358,7 @@ class Engine(Member):
             delivery=native.DELIVERIES["loader" if loader else "in_place"],
             dirty=int(dirty),
             restore=int(restore),
+            wants_staged=int(wants_staged),
             catch_up=native.CATCH_UP_DEFAULT if catch_up else native.CATCH_UP_NEVER,
             held_owner=text(held_owner),
             trainer_identity=text(trainer_identity),
@@ -553,6 +574,8 @@ class Engine(Member):
         kind = raw.kind
         if kind == native.EVENT_NOTHING:
             return None
+        if kind == native.EVENT_STAGED:
+            return Staged(raw.version, raw.remaining_ms / 1000, self)
         if kind == native.EVENT_PREPARE:
             return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, bool(raw.flip), self)
         if kind == native.EVENT_PART:
@@ -606,14 +629,20 @@ class Engine(Member):
 
     # ---- answers ----
 
-    def ready(self, version: int) -> None:
-        """Answers Prepare: this rank no longer reads its weights.
+    def processed(self, version: int) -> None:
+        """Answers Staged: this rank need not be waited for. Raises FailedPrecondition where no answer is due (any more), since Prepare has come,
+        say."""
+        self._check("processed", checked_version(version))
+
+    def ready(self, version: int, stopped_seconds: float | None = None) -> None:
+        """Answers Prepare: this rank no longer reads its weights. `stopped_seconds`: for how long it has not, by which the daemon counts pauses;
+        None: since this rank took Prepare.
 
         Raises FailedPrecondition where no answer is due (any more), and where a registered tensor lies in other memory now, which nobody
         would write: the update fails then, and the tensors must be registered again.
         """
         self._check_unmoved(version)
-        self._check("ready", checked_version(version))
+        self._check("ready", checked_version(version), -1 if stopped_seconds is None else max(round(1e6 * stopped_seconds), 0))
 
     def _check_unmoved(self, version: int) -> None:
         """Refuses the update where a registered tensor lies in other memory now."""

@@ -14,7 +14,7 @@ import refitd  # noqa: E402
 from refitd.layout.placement import KeptArenas, empty_in_arena  # noqa: E402
 from refitd.layout.shards import collect  # noqa: E402
 from refitd.serving import Settings  # noqa: E402
-from refitd.serving.ahead import Portion, as_before, portions, prepack, try_out  # noqa: E402
+from refitd.serving.ahead import Portion, as_before, portions, prepack, try_beside, try_out  # noqa: E402
 from refitd.serving.delivery import Delivery  # noqa: E402
 from refitd.serving.driver import Driver  # noqa: E402
 from refitd.serving.rank import Rank  # noqa: E402
@@ -149,6 +149,32 @@ class PortionsTest(unittest.TestCase):
         self.assertIn("becomes something else", Tried(reads_what_is_gone).why["m"])
         self.assertEqual(Tried(fails).why, {"m": "can't be tried: ValueError: no kernel"})
 
+    def test_a_trial_that_keeps_the_weights_finds_what_is_not_right_ahead(self):
+        def tried(aside, packs=False):
+            module = Doubling()
+            loaded = torch.arange(4.0)
+            module.weight.copy_(2 * loaded)
+            module.quant_method = types.SimpleNamespace()
+            portion = Portion({"m": module}, {"w": loaded}, packs=packs)
+            why = try_beside([portion], lambda name: torch.full((4,), 9.0), lambda portion, tensors: aside(module, portion, tensors), module)
+            self.assertEqual((module.weight.tolist(), loaded.tolist()), ([0.0, 2.0, 4.0, 6.0], [0.0, 1.0, 2.0, 3.0]))
+            self.assertEqual((portion.done, portion.packed), (False, None))
+            return why
+
+        def make(portion, value):
+            portion.made["m"][0]["weight"].copy_(value)
+
+        def change(module, portion, tensors):
+            make(portion, 2 * tensors["w"])
+            module.scratch.add_(1)
+
+        self.assertEqual(tried(lambda module, portion, tensors: make(portion, 2 * tensors["w"])), {})
+        self.assertIn("something else", tried(lambda module, portion, tensors: make(portion, 3 * tensors["w"]))["m"])
+        self.assertIn("is the same", tried(lambda module, portion, tensors: make(portion, module.weight))["m"])
+        self.assertIn("computes meanwhile", tried(change)[""])
+        self.assertIn("can't be compared", tried(None, packs=True)["m"])
+        self.assertIn("can't be tried: TypeError", tried(lambda module, portion, tensors: None + 1)["m"])
+
     def test_a_trial_of_which_nothing_is_seen_shows_nothing(self):
         for made in (torch.ones(3), torch.full((3,), torch.nan)):
             self.assertIn("shows nothing", Tried(right, lambda made=made: made).why[""])
@@ -162,7 +188,9 @@ class DriverTest(unittest.TestCase):
         answers = iter(range(left - 1, -1, -1)) if left is not None else iter(lambda: 1, 0)
         controls = mock.Mock(busy=lambda: busy, process_ahead=mock.Mock(side_effect=answers))
         driver = Driver(controls, Settings.of({"group": "g", "instance": "a"}, {}), world_size=1, clean=True, device="cpu")
-        driver._process_ahead(refitd.Prepare(7, remaining_seconds, None, True, None))
+        member = mock.Mock()
+        driver._process_ahead(refitd.Staged(7, remaining_seconds, member))
+        member.processed.assert_called_once_with(7)
         return controls.process_ahead.call_args_list
 
     def test_all_portions_are_processed(self):
@@ -176,9 +204,11 @@ class DriverTest(unittest.TestCase):
     def test_an_engine_that_fails_ends_it(self):
         controls = mock.Mock(process_ahead=mock.Mock(side_effect=RuntimeError))
         driver = Driver(controls, Settings.of({"group": "g", "instance": "a"}, {}), world_size=1, clean=True, device="cpu")
+        member = mock.Mock()
         with self.assertLogs("vllm.refitd"):
-            driver._process_ahead(refitd.Prepare(7, SECONDS, None, True, None))
+            driver._process_ahead(refitd.Staged(7, SECONDS, member))
         controls.process_ahead.assert_called_once()
+        member.processed.assert_called_once_with(7)  # the others do not wait for it
 
 
 class RankTest(DaemonTest):
@@ -204,7 +234,7 @@ class RankTest(DaemonTest):
         self.trains = self.trainer(rank=0, world_size=1)
         self.trains.register({"w": self.source})
         settings = Settings.of({"group": self.group, "instance": "a", "socket": self.daemon.socket}, {})
-        self.rank.attach(settings, "a", 0, 1, dirty=False)
+        self.rank.attach(settings, "a", 0, 1, dirty=False, driven=True)
 
     def process(self, delivery):
         if delivery.ahead and delivery.ahead[0].done:
@@ -245,6 +275,59 @@ class RankTest(DaemonTest):
             self.assertEqual(self.module.weight.tolist(), [2.0 * version] * 4)
             self.assertEqual((self.rank.processed_ahead, self.rank.staged, self.in_pause), (1, True, 0))
 
+    def other_with_an_arena(self, **options):
+        other = self.engine(instance="b", **options)
+        (held,) = empty_in_arena([((4,), "float32")], torch.device("cpu"), KeptArenas())
+        other.register({"w": held})
+        return other
+
+    def test_other_engines_are_asked_to_pause_when_the_version_is_processed(self):
+        other = self.other_with_an_arena()
+        refit = self.begin(1)
+        deadline = time.monotonic() + SECONDS
+        while self.state() != "staged":  # the rank has its event, and does not look
+            self.assertLess(time.monotonic(), deadline)
+        self.assertIsNone(other.poll())
+        self.process_ahead(1)
+        event = other.next(SECONDS)
+        self.assertIsInstance(event, refitd.Prepare)
+        event.ready()
+        self.rank.take(1, SECONDS)
+        self.assertIsInstance(other.next(SECONDS), refitd.Committed)
+        refit.join(SECONDS)
+        self.assertEqual(self.rank.processed_ahead, 1)
+
+    def state(self):
+        (group,) = (group for group in self.status()["groups"] if group["name"] == self.group)
+        return group.get("update", {}).get("state")
+
+    def test_what_was_processed_of_a_version_that_was_withdrawn_gets_nowhere(self):
+        other = self.other_with_an_arena(wants_staged=True)  # holds the update where it is
+        refit = self.begin(1)
+        self.process_ahead(1)
+        self.assertTrue(self.portions[0].done)
+        self.assertIsInstance(other.next(SECONDS), refitd.Staged)
+        self.daemon.control("abort", self.group)
+        refit.join(SECONDS)
+        withdrawn = other.next(SECONDS)
+        self.assertEqual((type(withdrawn), withdrawn.version, withdrawn.dirty, other.weights), (refitd.Aborted, 1, False, refitd.Weights.CLEAN))
+        with self.assertRaises(refitd.FailedPrecondition):
+            other.processed(1)
+        other.close()
+        self.source.fill_(7)
+        refit = threading.Thread(target=self.trains.refit, args=(1,))  # the same number, and other weights
+        refit.start()
+        self.rank.take(1, SECONDS)
+        refit.join(SECONDS)
+        self.assertEqual((self.module.weight.tolist(), self.rank.processed_ahead, self.in_pause), ([14.0] * 4, 0, 1))
+
+    def test_who_did_not_ask_gets_no_staged(self):
+        self.rank.attach(self.rank._settings, "a", 0, 1, dirty=False)  # a trainer calls this engine: nobody calls ahead()
+        refit = self.begin(1)
+        self.rank.take(1, SECONDS)
+        refit.join(SECONDS)
+        self.assertEqual((self.rank._staged, self.rank.processed_ahead, self.in_pause), (None, 0, 1))
+
     def test_a_portion_that_fails_is_processed_in_the_pause_from_then_on(self):
         def fail(portion, tensors):
             raise RuntimeError("no memory")
@@ -259,9 +342,7 @@ class RankTest(DaemonTest):
         self.assertEqual(self.delivery.in_pause, {"m": "failed while the engine served: RuntimeError: no memory"})
 
     def test_what_was_processed_of_an_update_that_was_given_up_gets_nowhere(self):
-        other = self.engine(instance="b")
-        (held,) = empty_in_arena([((4,), "float32")], torch.device("cpu"), KeptArenas())
-        other.register({"w": held})
+        other = self.other_with_an_arena()
         refit = self.begin(1)
         self.process_ahead(1)
         self.assertTrue(self.portions[0].done)

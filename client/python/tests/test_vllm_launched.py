@@ -108,7 +108,7 @@ class Launched(DaemonTest):
         with ThreadPoolExecutor(1) as refits:
             refit = refits.submit(trainer.refit, 1)
             # Process 0 comes first and does not wait; process 1 looks until it has heard of the update.
-            followers[0].driver.begins = lambda seconds, begins=followers[0].driver.begins: seconds > 0 and begins(seconds)
+            followers[0].driver.begins = lambda seconds, begins=followers[0].driver.begins: begins(seconds) if seconds > 0 else None
             versions = self.each(lambda follower: follower.poll(SECONDS if follower is followers[1] else 0.0), followers)
             self.assertEqual(versions, [1, 1])
             self.assertTrue(refit.result(SECONDS).instances[0].committed)

@@ -2,6 +2,8 @@
 
 REFITD_ENGINES_UNPINNED: torch leaves memory unpinned that is asked for as pinned. SGLang's LoRA layers ask for it whatever the device, and a
 machine without a GPU does not have it.
+REFITD_ENGINES_REPACKED: SGLang's linear layers have kernels that read their rows in reverse, into which post-processing brings them. SGLang itself
+post-processes nothing on a CPU without AMX.
 REFITD_ENGINES_PLANT: JSON {name: arguments} of defects that are planted into SGLang's model (engine_program.PLANTS) before its rank attaches.
 """
 
@@ -20,6 +22,24 @@ def unpin(torch):
     for name in ("arange", "empty", "full", "ones", "tensor", "zeros"):
         setattr(torch, name, unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *arguments: self
+
+
+def repack(unquant):
+    from torch.nn import Parameter
+
+    method = unquant.UnquantizedLinearMethod
+    apply = method.apply
+
+    def process(self, layer):
+        repacked = Parameter(layer.weight.data.flip(0), requires_grad=False)
+        repacked.__dict__.update(layer.weight.__dict__)
+        layer.weight = repacked
+
+    def apply_repacked(self, layer, x, bias=None):
+        made = apply(self, layer, x).flip(-1)
+        return made if bias is None else made + bias
+
+    method.process_weights_after_loading, method.apply = process, apply_repacked
 
 
 def plant(adapter):
@@ -58,5 +78,7 @@ class After(importlib.abc.MetaPathFinder):
 
 if os.environ.get("REFITD_ENGINES_UNPINNED"):
     sys.meta_path.insert(0, After("torch", unpin))
+if os.environ.get("REFITD_ENGINES_REPACKED"):
+    sys.meta_path.insert(0, After("sglang.srt.layers.quantization.unquant", repack))
 if os.environ.get("REFITD_ENGINES_PLANT"):
     sys.meta_path.insert(0, After("refitd.integrations.sglang", plant))

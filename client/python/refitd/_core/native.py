@@ -131,6 +131,7 @@ EVENT_ABORTED = 4
 EVENT_DRAINING = 5
 EVENT_LOST = 6
 EVENT_REATTACHED = 7
+EVENT_STAGED = 8
 
 
 def _fields(**kinds: Any) -> list[tuple[str, Any]]:
@@ -191,7 +192,7 @@ class refit_engine_options(ctypes.Structure):
         struct_size=c_size_t, connect=POINTER(refit_connect_options), instance=c_char_p, rank=c_int32, world_size=c_int32, delivery=c_int32,
         has_manifest=c_int32, manifest=c_void_p, manifest_count=c_int64, has_held_version=c_int32, held_version=c_int64, dirty=c_int32,
         held_origin=c_uint64, catch_up=c_int32, held_owner=c_char_p, trainer_identity=c_char_p, held_digest=c_uint64,
-        restore=c_int32, has_held_content=c_int32, held_content=c_int64,
+        restore=c_int32, has_held_content=c_int32, held_content=c_int64, wants_staged=c_int32,
     )  # fmt: skip
 
 
@@ -296,7 +297,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
     "refit_engine_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
     "refit_engine_next": (_STATUS, (c_void_p, c_int64, POINTER(refit_event))),
-    "refit_engine_ready": (_STATUS, (c_void_p, c_int64)),
+    "refit_engine_processed": (_STATUS, (c_void_p, c_int64)),
+    "refit_engine_ready": (_STATUS, (c_void_p, c_int64, c_int64)),
     "refit_engine_ack": (_STATUS, (c_void_p, c_uint64, c_int64)),
     "refit_engine_fail": (_STATUS, (c_void_p, c_int64, c_char_p)),
     "refit_engine_hold": (_STATUS, (c_void_p, _OUT)),

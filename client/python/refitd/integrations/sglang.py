@@ -28,6 +28,7 @@ from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout import TensorSpec
 from ..layout.memory import digest
+from ..serving.ahead import Portion, as_before
 from ..serving.delivery import (
     ATTRIBUTE, KEPT, Delivery, Snapshot, Steps, decided, keep_memory, note_changes, prove_kept, proved, synchronise, tensors_of,
 )  # fmt: skip
@@ -117,10 +118,10 @@ class Controls:
         self.wakes: Callable[[], Coroutine[Any, Any, Any]] | None = None
 
     def busy(self) -> bool:
-        return True
+        return bool(self._manager.rid_to_state)
 
     def process_ahead(self, version: int) -> int:
-        return 0  # what must be processed is processed in the pause
+        return max(map(int, self.ask({"do": "ahead", "version": version}, serving=True)))
 
     def pause(self, mode: str) -> None:
         self.run(self._pause(mode))
@@ -179,8 +180,9 @@ class Controls:
         if self.wakes is not None:
             self.run(self.wakes())
 
-    def ask(self, request: dict[str, Any], version: int | None = None) -> list[Any]:
-        """Lets all ranks carry out a request; returns their answers, by rank. Raises the error of the first rank that failed."""
+    def ask(self, request: dict[str, Any], version: int | None = None, *, serving: bool = False) -> list[Any]:
+        """Lets all ranks carry out a request; returns their answers, by rank. Raises the error of the first rank that failed. `serving`: between two
+        steps; else an engine that is not paused ends its requests first."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         asked = UpdateWeightsFromTensorReqInput(
@@ -190,7 +192,7 @@ class Controls:
             weight_version=None if version is None else str(version),
             selector="target",
         )
-        success, message = self.run(self._manager.update_weights_from_tensor(asked, None))[:2]
+        success, message = self.run(self._send(asked) if serving else self._manager.update_weights_from_tensor(asked, None))[:2]
         if success:
             # SGLang may add the answers of other schedulers to the first.
             answers: list[Any] = json.JSONDecoder().raw_decode(message[message.index("[") :])[0]  # texts: SGLang passes nothing else on
@@ -202,6 +204,15 @@ class Controls:
         kind = getattr(errors, failure["error"], None)
         known = isinstance(kind, type) and issubclass(kind, errors.Error) and kind is not errors.UpdateAborted
         raise (kind if known and kind is not None else errors.FailedPrecondition)(failure["reason"])
+
+
+    async def _send(self, asked: Any) -> tuple[bool, str]:
+        """Does what `update_weights_from_tensor` of the manager does, without its lock."""
+        from sglang.srt.managers.communicator import FanOutCommunicator
+
+        self._manager.auto_create_handle_loop()
+        merged: tuple[bool, str] = FanOutCommunicator.merge_results(await self._manager.update_weights_from_tensor_communicator(asked))
+        return merged
 
 
 class OfflineControls(Controls):
@@ -528,7 +539,13 @@ def _on_meta(tensor: Any) -> Any:
     """The same kind of tensor without storage, with the attributes that loaders read."""
     import torch
 
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+
+
+def _like(tensor: Any, made: Any) -> Any:
+    """`made` as the same kind of tensor, with the attributes that loaders read."""
+    import torch
+
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.Tensor._make_subclass(type(tensor), made, False)
     made.__dict__.update(tensor.__dict__)
@@ -603,6 +620,40 @@ def reload(model: Any, tensors: Iterable[tuple[str, Any]], wanted: Mapping[str, 
                     "can't be put where kernels read them",
                     culprit=f"parameter '{name}.{held}'",
                 )
+
+
+def process_aside(model: Any, tensors: Iterable[tuple[str, Any]], portion: Portion) -> None:
+    """Loads `tensors`, in the checkpoint's format, into new memory of the portion's modules, post-processes these as after the model's first
+    loading, and copies the result into the memory beside the model. Leaves the modules as they come out: the caller puts them back."""
+    import torch
+
+    formats = getattr(model, _FORMATS, {})
+    placed: dict[int, Any] = {}  # a tied parameter stays one
+    for layer in portion.modules.values():
+        known = formats.get(id(layer), {})
+        for name, tensor in layer._parameters.items():
+            if tensor is not None:
+                layer._parameters[name] = placed.setdefault(id(tensor), _zeros(known.get(name, tensor), tensor.device))
+        layer._buffers.update({name: tensor.clone() for name, tensor in layer._buffers.items() if tensor is not None})
+    with torch.no_grad():
+        model.load_weights(iter(tensors))
+        for name, layer in portion.modules.items():
+            method = getattr(layer, "quant_method", None)
+            if method is not None:
+                method.process_weights_after_loading(layer)
+            for held, into in zip((layer._parameters, layer._buffers), portion.made[name]):
+                for key, tensor in into.items():
+                    result = held.get(key)
+                    if result is None or (result.shape, result.dtype) != (tensor.shape, tensor.dtype):
+                        raise FailedPrecondition(f"'{name}.{key}' has another shape or dtype after SGLang loaded it aside", culprit=f"parameter '{name}.{key}'")
+                    tensor.copy_(result)
+
+
+def _zeros(tensor: Any, device: Any) -> Any:
+    """The same kind of parameter, in new memory."""
+    import torch
+
+    return _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_())
 
 
 def finish(model: Any) -> None:
@@ -795,6 +846,8 @@ def _carry_out(runner: Any, request: dict[str, Any]) -> Any:
         backend.attach(request)
     elif do == "take":
         backend.rank.take(request["version"], request["wait_seconds"])
+    elif do == "ahead":
+        return backend.rank.ahead(request["version"])
     elif do == "status":
         return {**backend.rank.status(), **(backend.digests() if request.get("digests") else {})}
     else:
@@ -816,7 +869,9 @@ class Backend:
         self._before: dict[str, int] = {}  # processed parameters before what was kept was processed
         kept = getattr(self.model, KEPT, None)
         take_up = None if kept is None else TakeUp(kept, self._decide_kept, self._prove_kept, gather)
-        self.rank = Rank(device, client="sglang", clean=clean, decide=self._decide, process=self._process, logits=self._logits, take_up=take_up)
+        self.rank = Rank(
+            device, client="sglang", clean=clean, decide=self._decide, process=self._process, aside=self._aside, logits=self._logits, take_up=take_up
+        )
 
     def attach(self, request: dict[str, Any]) -> None:
         from sglang.srt.runtime_context import get_parallel
@@ -826,7 +881,9 @@ class Backend:
             self.rank.clean = False
         dirty, drivers, restores = request.pop("dirty"), request.pop("drivers"), request.pop("restores")
         settings = Settings.of(request).checked()
-        self.rank.attach(settings, settings.instance, parallel.tp_rank, parallel.tp_size + drivers, dirty=dirty, restores=restores)
+        self.rank.attach(
+            settings, settings.instance, parallel.tp_rank, parallel.tp_size + drivers, dirty=dirty, restores=restores, driven=drivers > 0
+        )
 
     def digests(self) -> dict[str, Any]:
         """By name, dtype, shape and digest of each parameter and buffer."""
@@ -862,7 +919,7 @@ class Backend:
         return {name: digest(named[name]) for name in delivery.processed if named[name].numel()}
 
     def _steps(self, rooms: ExitStack) -> Steps:
-        return Steps(sys.modules[__name__], self._try_out, self._process, None, self._load, lambda: self._probe(rooms))
+        return Steps(sys.modules[__name__], self._try_out, self._process, self._aside, self._load, lambda: self._probe(rooms))
 
     def _probe(self, rooms: ExitStack) -> Probe:
         """How the model is run alone, until `rooms` closes."""
@@ -899,9 +956,21 @@ class Backend:
                     culprit=f"parameter '{name}'",
                 )
 
+    def _aside(self, portion: Portion, tensors: Mapping[str, Any]) -> None:
+        """Processes the portion of these tensors into the memory beside the model."""
+        with as_before(portion.modules.values()):
+            process_aside(self.model, tensors.items(), portion)
+
     def _process(self, delivery: Delivery) -> None:
-        if delivery.loader_tensors:
-            reload(self.model, delivery.loader_tensors.items(), delivery.modules)
+        done = [portion for portion in delivery.ahead if portion.done]
+        ahead = {name for portion in done for name in portion.modules}
+        taken = {name for portion in done for name in portion.tensors}
+        for portion in done:
+            portion.put_in_place()
+            portion.forget()
+        tensors = {name: tensor for name, tensor in delivery.loader_tensors.items() if name not in taken}
+        if tensors:
+            reload(self.model, tensors.items(), {name: module for name, module in delivery.modules.items() if name not in ahead})
         self._derive(delivery)
 
     def _derive(self, delivery: Delivery) -> None:

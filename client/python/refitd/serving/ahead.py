@@ -1,6 +1,6 @@
 """Post-processing of a version while the engine still serves the one before, so that the pause need not hold it.
 
-From Prepare with `flip` on the version lies in the other side of the arenas, complete and verified. Modules that must be post-processed are
+From Staged on the version lies in the other side of the arenas, complete and verified. Modules that must be post-processed are
 processed from there, one *portion* between two steps of the engine, into memory beside the model. In the pause, after the commit, these bytes
 are copied to where kernels and captured graphs read them; modules that only prepack get the packed copy. An update that is given up leaves
 nothing behind.
@@ -71,13 +71,21 @@ class Portion:
 
     def state(self) -> list[Any]:
         """Digests of all tensors that put_in_place() or the engine's own processing writes."""
-        return [(name, key, digest(t)) for name, module in self.modules.items() for held in _of_loader(module) for key, t in held.items()]
+        return _digests({name: _of_loader(module) for name, module in self.modules.items()})
+
+    def state_made(self) -> list[Any]:
+        """The same of what was made beside the model."""
+        return _digests(self.made)
 
 
 def _of_loader(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The module's parameters, and the buffers that a loader may fill."""
     parameters = {key: t for key, t in module._parameters.items() if t is not None}
     return parameters, {key: t for key, t in module._buffers.items() if t is not None and key not in module._non_persistent_buffers_set}
+
+
+def _digests(held: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> list[Any]:
+    return [(name, key, digest(t)) for name, both in held.items() for tensors in both for key, t in tensors.items()]
 
 
 def _beside(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,11 +217,59 @@ def try_out(
     return why
 
 
+def try_beside(
+    found: Sequence[Portion], values: Callable[[str], Any], aside: Callable[[Portion, Mapping[str, Any]], None], run: Callable[[], Any]
+) -> dict[str, str]:
+    """Does what try_out does where the weights must be kept, and the loader tensors hold the version that the modules were processed of: nothing is
+    written to the model. What is made of that version must be what the modules hold, and differ from what is made of another. Each rank calls `run`
+    twice, whatever else fails."""
+    why: dict[str, str] = {}
+
+    def attempt(portion: Portion) -> None:
+        if portion.packs:
+            return refuse(portion, "what it packs can't be compared while the version is kept")
+        try:
+            portion.allocate()
+            aside(portion, {name: values(name) for name in portion.tensors})
+            other = portion.state_made()
+            given = {name: tensor.detach().clone() for name, tensor in portion.tensors.items()}
+            aside(portion, given)
+            for tensor in given.values():
+                tensor.zero_()
+            made = portion.state_made()
+            if made == other:
+                refuse(portion, "what is made of two versions is the same")
+            elif made != portion.state():
+                refuse(portion, "becomes something else than by processing in the pause")
+        except Exception as error:  # as in try_out
+            refuse(portion, f"can't be tried: {type(error).__name__}: {error}")
+
+    def refuse(portion: Portion, reason: str) -> None:
+        why.update({name: reason for name in portion.modules})
+
+    def states() -> list[list[Any]]:
+        return [portion.state() for portion in found]
+
+    held, serving = states(), run()
+    for portion in found:
+        attempt(portion)
+    meanwhile = run()
+    for portion, before, after in zip(found, held, states()):
+        if before != after:
+            refuse(portion, "processing changes what it holds meanwhile")
+        portion.forget()
+    if _bytes(meanwhile) != _bytes(serving):
+        why[""] = "processing changes what the engine computes meanwhile"
+    return why
+
+
 def _tensors(made: Any) -> list[Any]:
-    """A forward's result: a tensor, tensors by name, or nothing."""
+    """A forward's result: a tensor, several, tensors by name, or nothing."""
     import torch
 
-    return [made] if isinstance(made, torch.Tensor) else list(getattr(made, "tensors", {}).values())
+    if isinstance(made, torch.Tensor):
+        return [made]
+    return list(made) if isinstance(made, list) else list(getattr(made, "tensors", {}).values())
 
 
 def _finite(made: Any) -> bool:

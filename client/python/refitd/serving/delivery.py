@@ -759,19 +759,31 @@ def decided(
 
 def prove_kept(model: Any, settings: Settings, made: Delivery, device: Any, steps: Steps) -> bool:
     """Makes the proof of a delivery as for an engine that serves its checkpoint: the weights stay. Returns False where something failed."""
-    for portion in list(made.ahead):
-        made.process_in_pause(portion, _SERVES)
+    specs = {spec.name: spec for spec in made.tensors}
+    _try(made, settings, steps, "", lambda aside, run: ahead.try_beside(made.ahead, lambda name: proof.values(specs[name], 1, device), aside, run))
     if settings.proof == "off":
         return True
     found = made.proof = _prove(model, made, made.tensors, device, True, steps)
     logger.info("refitd: forward proof in %.1f s: %d proved, unproved: %s, failed: %s", found.seconds, len(found.proved), found.unproved, found.failed)
     return not found.failed
-_SERVES = "it was not tried: the engine serves a version, which would be lost"
+_SERVES = "it was not tried: the engine serves a version that its loader tensors do not hold, which would be lost"
 
 
 def _try_ahead(made: Delivery, settings: Settings, device: Any, clean: bool, steps: Steps) -> None:
+    """As _try, with made-up versions in place of the weights."""
+    specs = {spec.name: spec for spec in made.tensors}
+    deliver = partial(_deliver, made, device, steps)
+    _try(made, settings, steps, _SERVES if clean else "", lambda aside, run: ahead.try_out(made.ahead, deliver, lambda name: proof.values(specs[name], 1, device), aside, run))
+
+
+Aside = Callable[[Portion, Mapping[str, Any]], None]
+
+
+def _try(
+    made: Delivery, settings: Settings, steps: Steps, refusal: str, trial: Callable[[Aside, Callable[[], Any]], dict[str, str]]
+) -> None:
     """Leaves in `made.ahead` what is right when it is processed while the engine serves; the rest is processed in the pause. With arenas all
-    ranks that compute together call it, also those without anything to process."""
+    ranks that compute together call it, also those without anything to process. `refusal`: why nothing can be tried, if so."""
     why: dict[str, str] = {}
     probe = None
     if settings.proof == "off":
@@ -779,8 +791,8 @@ def _try_ahead(made: Delivery, settings: Settings, device: Any, clean: bool, ste
     elif steps.aside is None:
         why[""] = "this engine processes in the pause only"
     else:
-        if clean:
-            why[""] = _SERVES
+        if refusal:
+            why[""] = refusal
         elif made.loader_bytes > settings.loader_bytes:
             why[""] = f"the memory beside the model would exceed loader_bytes, {settings.loader_bytes}"
         try:
@@ -791,9 +803,7 @@ def _try_ahead(made: Delivery, settings: Settings, device: Any, clean: bool, ste
     if probe is not None and steps.aside is not None:
         failed = probe.agree(failed)
         if not failed:
-            specs = {spec.name: spec for spec in made.tensors}
-            deliver = partial(_deliver, made, device, steps)
-            why = ahead.try_out(made.ahead, deliver, lambda name: proof.values(specs[name], 1, device), steps.aside, probe.run)
+            why = trial(steps.aside, probe.run)
             failed = probe.agree(set(why))
     for portion in list(made.ahead):
         if "" in failed or not failed.isdisjoint(portion.modules):

@@ -36,12 +36,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Optional, Protocol, TypeVar, Union
+from typing import Any, Optional, Protocol, Union
 
-from ..engine import Aborted, Committed, Engine, Event, Lost, Prepare, Reattached, Weights
+from ..engine import Aborted, Committed, Engine, Event, Lost, Prepare, Reattached, Staged, Weights
 from ..errors import Closed, DeadlineExceeded, Error, FailedPrecondition, NotFound, Unavailable
 from ..layout import devices
 from . import Settings
+from .proof import Value
 
 logger = logging.getLogger("vllm.refitd")
 
@@ -124,7 +125,7 @@ class Driver:
         self._is_new = True  # until all ranks were attached once
         self._prepare: Prepare | None = None
         self._staged = False  # whether the last version arrived while the engine served
-        self._paused_at = 0.0
+        self._paused_at = self._stopped_at = 0.0  # when the last Pause was asked for, and had taken effect
         self._incarnation: int | None = None
         self._owner: str | None = None
         self._content: int | None = None  # of a rollback
@@ -173,18 +174,21 @@ class Driver:
         with self._lock:
             self._do(self.machine.start())
 
-    def begins(self, seconds: float) -> bool:
-        """Takes events until an update begins, which is left to `step`; returns whether one began within `seconds`."""
+    def begins(self, seconds: float) -> Event | None:
+        """Takes events until an update begins, or has a version staged, or ends. Returns that Prepare or Staged, which is left to `step`; None: the
+        update has ended, or nothing began within `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             member = self._member
             event = self._next(member, max(0.0, deadline - time.monotonic()))
             if member is None or event is None:
-                return False
-            if isinstance(event, Prepare):
+                return None
+            if isinstance(event, (Prepare, Staged)):
                 member._put_back(event)
-                return True
+                return event
             self._take(member, event)
+            if isinstance(event, Aborted):
+                return None
 
     def step(self, seconds: float) -> bool:
         """Takes the next event and does what it calls for; returns whether there was one within `seconds`."""
@@ -259,9 +263,10 @@ class Driver:
     def _actions_for(self, event: Event) -> list[Action]:
         if isinstance(event, Prepare):
             self._prepare = event
-            if event.flip and self.machine.state is State.SERVING:
-                self._process_ahead(event)
             return self.machine.prepare(event.version)
+        if isinstance(event, Staged):
+            self._process_ahead(event)
+            return []
         if isinstance(event, Aborted):
             return self.machine.aborted(event.version, event.dirty, event.reason)
         if isinstance(event, Lost):
@@ -270,22 +275,26 @@ class Driver:
             return self.machine.reattached(event.weights is Weights.CLEAN)
         return []
 
-    def _process_ahead(self, prepare: Prepare) -> None:
-        """Lets the ranks process what needs no pause, within half of the time until ready() is due. Where there are requests, the engine's steps get
-        four fifths of the first STEPS_SECONDS: other instances of the group may have paused already, and wait for this engine."""
+    def _process_ahead(self, staged: Staged) -> None:
+        """Lets the ranks process what needs no pause, until the answer is due. Where there are requests, the engine's steps get four fifths of the
+        first STEPS_SECONDS: the trainer waits for this engine."""
         begins = time.monotonic()
-        until, longest = begins + prepare.remaining_seconds / 2, 0.0
+        until, longest = begins + staged.remaining_seconds, 0.0
         try:
             while not self._closed.is_set() and time.monotonic() + longest < until:
                 began = time.monotonic()
-                if not self._controls.process_ahead(prepare.version):
-                    return
+                if not self._controls.process_ahead(staged.version):
+                    break
                 took = time.monotonic() - began
                 longest = max(longest, took)
                 if self._controls.busy():
                     self._closed.wait(max(0.0, min(4 * took, begins + STEPS_SECONDS - time.monotonic())))
         except Exception:
             logger.exception("refitd: what is left is processed in the pause")
+        try:
+            staged.processed()
+        except Error as error:
+            logger.info("refitd: version %d was processed too late to count: %s", staged.version, error)
 
     def _do(self, actions: Iterable[Action]) -> None:
         queue = deque(actions)
@@ -302,6 +311,7 @@ class Driver:
             except Exception as error:
                 logger.exception("refitd: vLLM could not be paused")
                 return machine.pause_failed(f"vLLM could not be paused: {error}")
+            self._stopped_at = time.monotonic()
             return machine.paused()
         if isinstance(action, Write):
             return self._write(action.version, action.reset_caches)
@@ -403,6 +413,7 @@ class Driver:
             device=devices.any_of(self._device),
             dirty=dirty,
             catch_up=False,  # like the workers' ranks
+            wants_staged=settings.in_arenas,
             connect=replace(settings.connect("engine driver"), wait_seconds=ATTACH_SECONDS),
             **held,
         )
@@ -450,7 +461,7 @@ class Driver:
         """Answers Prepare, and appends the outcome of the update, or why it is not known."""
         try:
             try:
-                member.ready(version)
+                member.ready(version, time.monotonic() - self._stopped_at)
             except FailedPrecondition:
                 pass  # the update ended before; its outcome comes all the same
             while not outcomes:
@@ -461,9 +472,6 @@ class Driver:
                     outcomes.append(event)
         except Exception as error:
             outcomes.append(error)
-
-
-Value = TypeVar("Value")
 
 
 class Alone:
@@ -526,10 +534,15 @@ class Follower:
             self._take_update(min(1.0, max(0.0, remaining)))
 
     def _take_update(self, seconds: float) -> bool:
-        """Takes the update that begins within `seconds`, in all processes if one of them has got it; returns whether one began."""
-        begun = any(self._processes.all(self.driver.begins(seconds)))
-        if begun and self.driver.begins(PREPARE_SECONDS):
-            self.driver.step(0.0)
+        """Takes the update that begins within `seconds`, in all processes if one of them has got it; returns whether one began. Once a version is
+        staged, its Prepare is waited for: other engines pause with this one."""
+        begun = any(self._processes.all(self.driver.begins(seconds) is not None))
+        while begun:
+            event = self.driver.begins(PREPARE_SECONDS)
+            if event is not None:
+                self.driver.step(0.0)
+            if not isinstance(event, Staged):
+                break
         self._processes.compare(self.driver.machine.state is State.SERVING, self.driver.version)
         return begun
 

@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from .._core.member import Connect
 from .._core.tensors import Places, Views, describe
-from ..engine import Aborted, Committed, Draining, Engine, Lost, Prepare, Reattached, Weights
+from ..engine import Aborted, Committed, Draining, Engine, Event, Lost, Prepare, Reattached, Staged, Weights
 from ..errors import Closed, DataLoss, DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, UpdateAborted
 from ..layout import devices
 from ..layout.placement import KeptArenas, adopt, other_side
@@ -39,7 +39,7 @@ from .proof import Probe, Proof, Prover, token_ids, tokens_for
 # How long `take` waits for Prepare by default. A trainer that calls the engine itself calls before it begins the update; the driver calls
 # when Prepare has come, and gives a shorter time.
 PREPARE_SECONDS = 120.0
-# How long a rank that serves looks for the Prepare that its driver has got.
+# How long a rank that serves looks for the Staged that its driver has got.
 _LOOK_AHEAD_SECONDS = 0.01
 # A rank waits for the outcome this much longer than the time that Prepare gave. A daemon that works ends the update earlier.
 MARGIN_SECONDS = 30.0
@@ -96,7 +96,7 @@ def find_kept(settings: Settings, instance: str, rank: int, world_size: int, dev
         return none
     connect = replace(settings.connect(client), wait_seconds=KEPT_SECONDS)
     try:
-        lease = _engine(settings, instance, rank, world_size, device, connect, restore=True)
+        lease = _engine(settings, instance, rank, world_size, device, connect, restore=True, wants_staged=True)
         try:
             arenas = lease.take_kept()
         except BaseException:
@@ -159,7 +159,8 @@ class Rank:
         self._decide = decide
         self._process = process
         self._aside = aside
-        self._ahead_of: Prepare | None = None  # whose version the portions that are done hold
+        self._staged: Staged | None = None  # whose version the portions that are done hold
+        self._wants_staged = self._driven = False
         self._logits = logits
         self._take_up = take_up  # until it was done
         self._member: Engine | None = None
@@ -170,12 +171,14 @@ class Rank:
         self._owner: str | None = None
         self._logger = logging.getLogger(f"{client}.refitd")
 
-    def attach(self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool, restores: bool = False) -> None:
-        """Attaches and registers. `restores`: the daemon keeps the rank's arenas for its next process; a rank whose first weights are random then
+    def attach(
+        self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool, restores: bool = False, driven: bool = False
+    ) -> None:
+        """Attaches and registers. `driven`: a driver calls `ahead`. `restores`: the daemon keeps the rank's arenas for its next process; a rank whose first weights are random then
         attaches without a version, and not as dirty. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         self.leave()
         started = time.perf_counter()
-        self._settings = settings
+        self._settings, self._driven = settings, driven
         place = settings.group, instance, rank, world_size
         if self._take_up is not None and self._takes_up(self._take_up, settings, place):
             self._log_attached(f"takes up version {self.version}", started)
@@ -216,7 +219,7 @@ class Rank:
         if version is not None and self.version == version and self.clean:
             return
         prepare = self._await_prepare(member, version, wait_seconds)
-        if self._ahead_of is not prepare:
+        if self._staged is None or self._staged.version != prepare.version:
             self._forget_ahead()
         try:
             self._take(member, prepare)
@@ -236,31 +239,33 @@ class Rank:
         self._await_outcome(member, prepare)
 
     def ahead(self, version: int) -> int:
-        """Processes one more portion of a version that was staged, while the engine serves; the thread as of `take`. Returns how many are left.
+        """Processes one more portion of a version that is staged, while the engine serves; the thread as of `take`. Returns how many are left; with
+        the last one, this rank is waited for no longer.
 
         Raises nothing: an engine that asks several ranks gives up at the first that raises, and takes the others' answers for those of its
         next call. What fails is processed in the pause from now on.
         """
         try:
-            return self._process_ahead(version)
+            left = self._process_ahead(version)
+            if not left and self._staged is not None:
+                self._staged.processed()
+            return left
+        except FailedPrecondition:
+            return 0  # Prepare comes, or the outcome
         except Exception:
             self._logger.exception("refitd: the rest of version %d is processed in the pause", version)
             return 0
 
     def _process_ahead(self, version: int) -> int:
         member, delivery = self._member, self.delivery
-        if member is None or delivery is None or not delivery.ahead or self._aside is None:
+        if member is None or delivery is None or not self._wants_staged:
             return 0
-        left = [portion for portion in delivery.ahead if not portion.done]
-        try:
-            prepare = self._await_prepare(member, version, _LOOK_AHEAD_SECONDS)
-        except DeadlineExceeded:
-            return len(left)
-        member._put_back(prepare)
-        if self._ahead_of is not prepare:
-            self._forget_ahead()
-            self._ahead_of, left = prepare, delivery.ahead
-        if not prepare.flip or not left:
+        if not self._follow_staged(member):
+            return 0
+        left = [portion for portion in delivery.ahead if not portion.done] if self._aside is not None else []
+        if self._staged is None or self._staged.version < version:
+            return max(len(left), 1)  # it has not come here yet
+        if self._aside is None or not left:
             return 0
         portion = left[0]
         try:
@@ -275,6 +280,26 @@ class Rank:
             portion.forget()
             delivery.process_in_pause(portion, f"failed while the engine served: {type(error).__name__}: {error}")
         return len(left) - 1
+
+    def _follow_staged(self, member: Engine) -> bool:
+        """Takes the events that tell whether a version is staged. False: the rank is asked to pause."""
+        while True:
+            event = member._next_or_none(None, 0.0 if self._staged is not None else _LOOK_AHEAD_SECONDS)
+            if event is None:
+                return True
+            if isinstance(event, Prepare):
+                member._put_back(event)
+                return False
+            self._note(event)
+
+    def _note(self, event: Event) -> None:
+        """What an event means between updates. What was made of a version that was given up must not get into place (P11)."""
+        if isinstance(event, (Staged, Aborted, Lost)):
+            self._forget_ahead()
+        if isinstance(event, Staged):
+            self._staged = event
+        if isinstance(event, Aborted) and event.dirty:
+            self.clean = False
 
     def detach(self) -> None:
         """Detaches; the model keeps its weights."""
@@ -304,7 +329,7 @@ class Rank:
 
     def _forget_ahead(self) -> None:
         """What was made of another version must not get into place (P11)."""
-        self._ahead_of = None
+        self._staged = None
         for portion in self.delivery.ahead if self.delivery is not None else ():
             portion.forget()
 
@@ -312,13 +337,16 @@ class Rank:
         """Attaches a member and registers the delivery. Raises refitd.Error; the rank is detached then."""
         _, instance, rank, world_size = place
         connect = settings.connect(self._client)
-        member = _engine(settings, instance, rank, world_size, self._device, connect, held_owner=self._owner, **options)
+        wants_staged = self._driven and self._aside is not None and bool(delivery.ahead)
+        member = _engine(
+            settings, instance, rank, world_size, self._device, connect, held_owner=self._owner, wants_staged=wants_staged, **options
+        )
         try:
             _register(member, delivery)
         except BaseException:
             member.close()
             raise
-        self._member = member
+        self._member, self._wants_staged = member, wants_staged
 
     def _found(self) -> Committed | None:
         """The version that the daemon found in the memory when it was registered."""
@@ -370,7 +398,7 @@ class Rank:
         if lease is not None:
             try:
                 _register(lease, delivery)
-                self._member = lease
+                self._member, self._wants_staged = lease, self._driven
                 return
             except Error as error:
                 lease.close()
@@ -428,8 +456,9 @@ class Rank:
                     member._put_back(event)
                     raise UpdateAborted(f"version {wanted} is over: version {event.version} begins", dirty=not self.clean)
                 return event
-            if isinstance(event, Aborted) and event.dirty:
-                self.clean = False
+            self._note(event)
+            if self._staged is event:
+                self._staged.processed()  # whoever calls take() has stopped the engine: what is left is processed in the pause
 
     def _await_outcome(self, member: Engine, prepare: Prepare) -> None:
         """Waits for the outcome of the update, and brings a committed version in. Raises UpdateAborted, DeadlineExceeded."""

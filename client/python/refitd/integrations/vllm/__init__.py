@@ -35,7 +35,8 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ...errors import FailedPrecondition
-from ...serving.driver import Alone, Driver, Follower, State, Value, add_routes, refusal, update_info
+from ...serving.driver import Alone, Driver, Follower, State, add_routes, refusal, update_info
+from ...serving.proof import Value
 from ...serving import Settings
 from . import versions
 from .versions import LEAVE, by_external_launcher, check_backend, device_of, starts_clean, world_size_of

@@ -100,7 +100,9 @@ class RefitdBackend(WeightTransferEngine):
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
             zero_padding(self.model, self.rank.delivery)
         rank, world_size, instance = versions.place(self.parallel_config, settings.instance, init_info.workers)
-        self.rank.attach(settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty, restores=init_info.restores)
+        self.rank.attach(
+            settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty, restores=init_info.restores, driven=init_info.drivers > 0
+        )
 
     def _make_exportable(self) -> None:
         """Lets the daemon open weights in memory of vLLM's sleep mode."""

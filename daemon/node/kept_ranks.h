@@ -12,8 +12,8 @@
 // Arenas that are taken out are unmapped when the result is destroyed, which must not happen under
 // the mutex. The class is part of the daemon's state and is used under the state lock
 // (state_lock.h).
-#ifndef REFITD_DAEMON_NODE_KEPT_ARENAS_H_
-#define REFITD_DAEMON_NODE_KEPT_ARENAS_H_
+#ifndef REFITD_DAEMON_NODE_KEPT_RANKS_H_
+#define REFITD_DAEMON_NODE_KEPT_RANKS_H_
 
 #include <cstddef>
 #include <functional>
@@ -28,7 +28,7 @@
 
 namespace refitd {
 
-class KeptArenas {
+class KeptRanks {
  public:
   static constexpr size_t kMaxRanks = 1024;
   using Wanted = std::function<bool(const KeptRank&)>;
@@ -66,4 +66,4 @@ std::optional<KeptRank> KeptOf(const MemberRecord& member, TimePoint until);
 
 }  // namespace refitd
 
-#endif  // REFITD_DAEMON_NODE_KEPT_ARENAS_H_
+#endif  // REFITD_DAEMON_NODE_KEPT_RANKS_H_

@@ -1,4 +1,4 @@
-#include "daemon/node/kept_arenas.h"
+#include "daemon/node/kept_ranks.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -110,7 +110,7 @@ TEST_CASE(
 }
 
 TEST_CASE("the rank that had arenas, or that comes when their process has ended, finds them") {
-  KeptArenas kept;
+  KeptRanks kept;
   CHECK(*kept.Find(Rank("a")) == nullptr);
   const Dead dead;
   CHECK(kept.Keep(Kept("a")).empty());
@@ -123,7 +123,7 @@ TEST_CASE("the rank that had arenas, or that comes when their process has ended,
 }
 
 TEST_CASE("arenas of another user, process, world or device are refused by name") {
-  KeptArenas kept;
+  KeptRanks kept;
   CHECK(kept.Keep(Kept("a")).empty());
   const auto refusal = [&](const auto& change) {
     MemberRecord rank = Rank("a");
@@ -145,7 +145,7 @@ TEST_CASE("arenas of another user, process, world or device are refused by name"
 }
 
 TEST_CASE("what is kept ends in the order of time, and a later lease's takes the place") {
-  KeptArenas kept;
+  KeptRanks kept;
   CHECK(kept.Keep(Kept("late", 9)).empty());
   CHECK(kept.Keep(Kept("early", 5)).empty());
   CHECK(kept.NextEnd() == kStart + seconds(5));
@@ -161,20 +161,20 @@ TEST_CASE("what is kept ends in the order of time, and a later lease's takes the
 }
 
 TEST_CASE("no more than kMaxRanks are kept: the one that would end first gives way (P10)") {
-  KeptArenas kept;
-  for (size_t i = 0; i < KeptArenas::kMaxRanks; ++i) {
+  KeptRanks kept;
+  for (size_t i = 0; i < KeptRanks::kMaxRanks; ++i) {
     CHECK(kept.Keep(Kept(std::to_string(i), static_cast<int>(1000 + i))).empty());
   }
   const auto out = kept.Keep(Kept("more", 1));
   REQUIRE(out.size() == 1);
   CHECK(out[0].instance == "0");
-  CHECK(kept.size() == KeptArenas::kMaxRanks);
+  CHECK(kept.size() == KeptRanks::kMaxRanks);
   kept.CheckInvariants();
 }
 
 TEST_CASE("CheckInvariants finds arenas that can't be given, and content that can't be compared") {
   for (const bool digest : {false, true}) {
-    KeptArenas kept;
+    KeptRanks kept;
     KeptRank wrong = Kept("a");
     if (digest) {
       wrong.content.digest = 0;

@@ -1,4 +1,4 @@
-#include "daemon/node/kept_arenas.h"
+#include "daemon/node/kept_ranks.h"
 
 #include <algorithm>
 #include <utility>
@@ -7,7 +7,7 @@
 
 namespace refitd {
 
-std::vector<KeptRank> KeptArenas::Keep(KeptRank kept) {
+std::vector<KeptRank> KeptRanks::Keep(KeptRank kept) {
   Key key{kept.group, kept.instance, kept.rank};
   std::vector<KeptRank> out;
   if (const auto before = ranks_.find(key); before != ranks_.end()) {
@@ -20,7 +20,7 @@ std::vector<KeptRank> KeptArenas::Keep(KeptRank kept) {
   return out;
 }
 
-absl::StatusOr<const KeptRank*> KeptArenas::Find(const MemberRecord& record) const {
+absl::StatusOr<const KeptRank*> KeptRanks::Find(const MemberRecord& record) const {
   const auto it = ranks_.find({record.group, record.instance, record.rank});
   if (it == ranks_.end()) return nullptr;
   const KeptRank& kept = it->second;
@@ -47,7 +47,7 @@ absl::StatusOr<const KeptRank*> KeptArenas::Find(const MemberRecord& record) con
   return &kept;
 }
 
-std::vector<KeptRank> KeptArenas::TakeAll(const Wanted& wanted) {
+std::vector<KeptRank> KeptRanks::TakeAll(const Wanted& wanted) {
   std::vector<KeptRank> out;
   for (auto it = ranks_.begin(); it != ranks_.end();) {
     if (!wanted(it->second)) {
@@ -60,7 +60,7 @@ std::vector<KeptRank> KeptArenas::TakeAll(const Wanted& wanted) {
   return out;
 }
 
-std::optional<KeptRank> KeptArenas::TakeFirst(const Wanted& wanted) {
+std::optional<KeptRank> KeptRanks::TakeFirst(const Wanted& wanted) {
   auto first = ranks_.end();
   for (auto it = ranks_.begin(); it != ranks_.end(); ++it) {
     if (!wanted(it->second)) continue;
@@ -72,19 +72,19 @@ std::optional<KeptRank> KeptArenas::TakeFirst(const Wanted& wanted) {
   return taken;
 }
 
-std::optional<TimePoint> KeptArenas::NextEnd() const {
+std::optional<TimePoint> KeptRanks::NextEnd() const {
   std::optional<TimePoint> next;
   for (const auto& [key, kept] : ranks_) next = std::min(next.value_or(kept.until), kept.until);
   return next;
 }
 
-std::vector<const KeptRank*> KeptArenas::all() const {
+std::vector<const KeptRank*> KeptRanks::all() const {
   std::vector<const KeptRank*> all;
   for (const auto& [key, kept] : ranks_) all.push_back(&kept);
   return all;
 }
 
-void KeptArenas::CheckInvariants() const {
+void KeptRanks::CheckInvariants() const {
   REFITD_CHECK(ranks_.size() <= kMaxRanks);
   for (const auto& [key, kept] : ranks_) {
     REFITD_CHECK(key == Key(kept.group, kept.instance, kept.rank));
