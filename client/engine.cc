@@ -43,6 +43,12 @@ struct EngineLease : Lease<v1::Engine, v1::EngineMessage, v1::EngineEvent> {
   static uint64_t ToProto(UpdateId update) { return update.value() & kUpdateMask; }
 };
 
+// Whether a call's end leaves open what the daemon did.
+bool IsUnclear(const absl::Status& end) {
+  return absl::IsDeadlineExceeded(end) || absl::IsCancelled(end) || absl::IsUnavailable(end) ||
+         absl::IsUnknown(end) || absl::IsInternal(end);
+}
+
 class EngineImpl final : public Member<Engine, EngineLease> {
  public:
   explicit EngineImpl(const EngineOptions& options)
@@ -151,6 +157,8 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   bool flipped_ ABSL_GUARDED_BY(mutex_) = false;     // for an update whose outcome did not come
   // The daemon may take other sides for the fronts than are mapped.
   bool sides_unknown_ ABSL_GUARDED_BY(mutex_) = false;
+  // The call of a layout with arenas ended without the daemon's answer, and none was taken since.
+  bool layout_unclear_ ABSL_GUARDED_BY(mutex_) = false;
   // True when lease_ is lost and all its events are taken.
   mutable bool lost_ ABSL_GUARDED_BY(mutex_) = false;
   // Lost and Reattached, which come before events.
@@ -267,7 +275,7 @@ void EngineImpl::TakeOver(EngineLease* session, uint64_t /*generation*/) {
   }
   state_.OnReattached();
   // The sides stay: this daemon was given them as they are, and has staged nothing yet.
-  must_flip_ = flipped_ = sides_unknown_ = false;
+  must_flip_ = flipped_ = sides_unknown_ = layout_unclear_ = false;
   lost_ = false;
   notices_.push_back(Reattached{state_.weights(), session->held});
 }
@@ -377,14 +385,20 @@ absl::Status EngineImpl::Register(EngineLease* session, const Layout& layout, Ar
       REFITD_RETURN_IF_ERROR(arena->AllowWrites());
     }
   }
-  REFITD_RETURN_IF_ERROR(registered.status());
   MutexLock state_lock(&mutex_);
+  if (!registered.ok()) {
+    // P1: the daemon may have taken the layout all the same, and a flip of other arenas, or of
+    // none, would then be taken for one of these.
+    if (!arenas.empty() && IsUnclear(registered.status())) layout_unclear_ = true;
+    return registered.status();
+  }
   TakeIn(*session, std::move(arenas), registered->kept);
   return absl::OkStatus();
 }
 
 void EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool kept) {
   registered_ = std::move(arenas);
+  layout_unclear_ = false;
   const v1::Welcome& welcome = session.connection->welcome();
   const v1::KeptArenas& held = welcome.kept();
   if (!kept || !state_.OnRestored(Version(held.version()))) return;
@@ -538,6 +552,10 @@ absl::Status EngineImpl::FlipForUpdate() {
   if (sides_unknown_) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "an earlier exchange of the arenas' sides failed: attach again");
+  }
+  if (layout_unclear_) {
+    return Error(absl::StatusCode::kFailedPrecondition,
+                 "whether the daemon took the last layout is unknown: register it again");
   }
   if (rolls_back_ && !state_.was_clean()) {
     return Error(absl::StatusCode::kFailedPrecondition,

@@ -30,8 +30,8 @@ constexpr size_t kMaxReasonBytes = 512;  // AbortRequest.reason
 // Bounds PushBucket calls that carry their bytes; the window only counts calls. A daemon takes 32
 // MiB of unfinished messages of all clients of an identity together.
 constexpr int64_t kMaxInlineBytesInFlight = int64_t{4} << 20;
-// Bounds the tensors of unanswered calls. A daemon checks a bucket as it comes, so that buckets far
-// ahead of the copies would only hold these up.
+// Bounds the tensors of unanswered calls, where there are two. A daemon checks a bucket as it
+// comes, so that buckets far ahead of the copies would only hold these up.
 constexpr size_t kMaxTensorsInFlight = 2048;
 
 // Runs `run` on a gRPC thread, as if a call had ended, so that a caller that holds a lock is not
@@ -272,9 +272,12 @@ absl::StatusOr<Pushes::Ticket> Pushes::EnterWindow(const Bucket& bucket) {
   const int64_t inline_bytes = InlineBytes(bucket);
   const size_t tensors = bucket.tensors.size();
   MutexLock lock(&mutex_);
-  while (calls_.size() >= window_ ||
-         (!calls_.empty() && (inline_bytes_ + inline_bytes > kMaxInlineBytesInFlight ||
-                              tensors_ + tensors > kMaxTensorsInFlight))) {
+  const auto full = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return calls_.size() >= window_ ||
+           (!calls_.empty() && inline_bytes_ + inline_bytes > kMaxInlineBytesInFlight) ||
+           (calls_.size() > 1 && tensors_ + tensors > kMaxTensorsInFlight);
+  };
+  while (first_error_.ok() && full()) {
     if (cond_.WaitUntil(&mutex_, deadline_)) continue;
     return Error(absl::StatusCode::kDeadlineExceeded,
                  "push for version {}: the daemon answered none of {} outstanding buckets in time",

@@ -131,11 +131,12 @@ class Update {
   // the region again.
   virtual absl::Status Push(Bucket bucket) = 0;
   // Pushes without waiting for the end; blocks only while Limits.outstanding_buckets are
-  // unanswered. `done` runs once, on a thread of the client, and must not call into this object,
-  // wait for long, or be the last to hold a region. An error is also kept and returned by Commit.
-  // After `done` ran, this object still holds the bucket's region until the next push, Flush,
-  // Commit, Refit or the destructor lets it go. If the caller has let the region go by then, that
-  // call destroys the region, and waits as ~Region does.
+  // unanswered, or two buckets and together more than 2,048 tensors. `done` runs once, on a thread
+  // of the client, and must not call into this object, wait for long, or be the last to hold a
+  // region. An error is also kept and returned by Commit. After `done` ran, this object still holds
+  // the bucket's region until the next push, Flush, Commit, Refit or the destructor lets it go. If
+  // the caller has let the region go by then, that call destroys the region, and waits as ~Region
+  // does.
   virtual void PushAsync(Bucket bucket, std::function<void(absl::Status)> done) = 0;
   // Waits until every PushAsync was answered; returns the first error of any of them.
   virtual absl::Status Flush() = 0;

@@ -231,7 +231,8 @@ void Group::Impl::Decide() {
   // Half of what remains is left for the flips.
   const Duration half = (update->deadline - out.now()) / 2;
   update->ready_deadline = out.now() + std::min(limits.processing_limit, half);
-  if (!update->participants.TellStaged()) return Flip();
+  // Begins wait behind a catch-up, which asks nobody.
+  if (CatchUpRuns() || !update->participants.TellStaged()) return Flip();
   Step(&update->state, UpdateTrigger::kStage);
   out.Changed();
 }

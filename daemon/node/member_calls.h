@@ -135,10 +135,13 @@ class MemberCalls {
     RegisteredLayout registered;  // the answer
     UnnamedBytes unnamed;         // MemberRecord::unnamed
     bool compared = false;        // the sides of its arenas are equal there
+    bool parked = false;          // the call waits (Calls::AdmitOpening)
   };
   absl::StatusOr<std::shared_ptr<const Layout>> CheckLayout(const Caller& caller, bool engine,
                                                             Layout layout, ByteLedger::Hold hold,
                                                             UnnamedBytes* unnamed);
+  Registering Parked(const MemberRecord& member, Registering r)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   void HandLayout(Registering r, std::optional<uint64_t> content);
   absl::StatusOr<MemberRecord*> AdmitLayout(const Caller& caller, bool engine, const Layout& layout)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);

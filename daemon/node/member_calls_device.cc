@@ -144,7 +144,7 @@ absl::StatusOr<MemberCalls::BeginNeeds> MemberCalls::NeedsOf(CallId call, const 
   REFITD_RETURN_IF_ERROR(CheckBroadcast(state_, *member, event.broadcast));
   needs.slots = event.broadcast != BroadcastMethod::kAuto || CouldGain(state_, *member);
   if (!needs.slots) return needs;
-  needs.missing = state_.pools.MissingFor(*member);
+  needs.missing = state_.pools.MissingFor(member->group);
   if (needs.missing.empty()) return needs;
   REFITD_RETURN_IF_ERROR(AdmitOpening(state_, call, member->id));
   GroupRecord* group = state_.groups.Of(*member);
@@ -196,7 +196,7 @@ void MemberCalls::BeginOpened(CallId call, const Caller& caller, BeginEvent even
     REFITD_RETURN_IF_ERROR(AdmitUpdate(state_, member, event.request_id));
     event.call = call;
     event.member = member.id;
-    event.slots_on_devices = slots && state_.pools.MissingFor(member).empty();
+    event.slots_on_devices = slots && state_.pools.MissingFor(member.group).empty();
     GroupRecord* group = state_.groups.Of(member);
     const GroupMachine& machine = *group->machine;
     if (!machine.update_running() || machine.catch_up_running()) group->broadcasts = false;

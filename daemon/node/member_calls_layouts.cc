@@ -157,6 +157,12 @@ void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine,
       std::nullopt);
 }
 
+// The call is answered later. A caller that gives it up meanwhile gets no layout.
+MemberCalls::Registering MemberCalls::Parked(const MemberRecord& member, Registering r) {
+  r.parked = state_.calls.AdmitOpening(r.call, member.id, Calls::kMaxOpening).ok();
+  return r;
+}
+
 // Copies of an earlier lease of the rank, or of its process, may still write to memory that this
 // lease shares as well. They end by themselves (P6).
 bool MemberCalls::AwaitEarlierLeases(const MemberRecord& member, const Registering& r,
@@ -172,7 +178,8 @@ bool MemberCalls::AwaitEarlierLeases(const MemberRecord& member, const Registeri
   };
   for (const auto& [id, other] : state_.members.all()) {
     if (!earlier(other)) continue;
-    state_.members.Find(id)->on_erased.push_back([this, r, content] { HandLayout(r, content); });
+    state_.members.Find(id)->on_erased.push_back(
+        [this, parked = Parked(member, r), content] { HandLayout(parked, content); });
     return true;
   }
   return false;
@@ -183,8 +190,11 @@ bool MemberCalls::AwaitEarlierLeases(const MemberRecord& member, const Registeri
 void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   RegisteredLayout& registered = r.registered;
   StateLock lock(&state_.mutex);
+  // P1: an engine that has given up waiting does not exchange these arenas' sides.
+  absl::Status status;
+  if (std::exchange(r.parked, false)) status = state_.calls.EndOpening(r.call);
   const absl::StatusOr<MemberRecord*> member = AdmitLayout(r.caller, r.engine, *r.layout);
-  absl::Status status = member.status();
+  if (status.ok()) status = member.status();
   if (status.ok() && !r.layout->backs.empty()) {
     if (AwaitEarlierLeases(**member, r, content)) return;
     // The rank has no layout, as it asks.
@@ -197,12 +207,16 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
       sides = (*member)->SidesOf(*r.layout, r.unnamed);
     }
     if (!sides.empty()) {
-      return state_.data_plane->CompareSides(std::move(sides), *state_.groups.Of(**member),
-                                             (*member)->id,
-                                             [this, r, content](const absl::Status& equal) {
-                                               if (!equal.ok()) return r.reply(equal);
-                                               HandLayout(r, content);
-                                             });
+      return state_.data_plane->CompareSides(
+          std::move(sides), *state_.groups.Of(**member), (*member)->id,
+          [this, parked = Parked(**member, r), content](const absl::Status& equal) {
+            if (equal.ok()) return HandLayout(parked, content);
+            StateLock ended(&state_.mutex);
+            if (parked.parked) {
+              (void)state_.calls.EndOpening(parked.call);
+            }
+            ended.Answer([reply = parked.reply, equal] { reply(equal); });
+          });
     }
   }
   const bool first = status.ok() && (*member)->claims.has_value() && (*member)->layout == nullptr;

@@ -643,7 +643,7 @@ TEST_CASE("while slots are being made, ranks that come need slots; then the upda
   REQUIRE(Eventually([&gpus] { return gpus.PreparingBegins() == 0; }));
   for (const Attached& engine : engines) gpus.parts.Ready(engine);
   REQUIRE(begun.status().ok());
-  CHECK(gpus.memory->asked() == 3);  // also where the trainer is
+  CHECK(gpus.memory->asked() == 2);
   CHECK(gpus.WantsPools());
 }
 

@@ -103,11 +103,10 @@ std::optional<StagingPools::Missing> StagingPools::MissingOf(const MemberRecord&
   return Missing{member.group, group->id, *member.ordinal};
 }
 
-std::vector<StagingPools::Missing> StagingPools::MissingFor(const MemberRecord& trainer) const {
+std::vector<StagingPools::Missing> StagingPools::MissingFor(const std::string& group) const {
   std::map<int, Missing> missing;
   for (const auto& [id, member] : state_.members->all()) {
-    if (member.lost || member.group != trainer.group) continue;
-    if (!member.engine && id != trainer.id) continue;
+    if (member.lost || member.group != group || !member.engine) continue;
     const std::optional<Missing> lacks = MissingOf(member);
     if (lacks.has_value()) missing[lacks->ordinal] = *lacks;
   }

@@ -121,8 +121,8 @@ class StagingPools {
   };
   // nullopt: the member has slots, or its memory is the host's.
   std::optional<Missing> MissingOf(const MemberRecord& member) const;
-  // Slots on GPUs of the trainer and of the group's engines; each GPU once.
-  std::vector<Missing> MissingFor(const MemberRecord& trainer) const;
+  // Slots on the GPUs of the group's engines; each GPU once.
+  std::vector<Missing> MissingFor(const std::string& group) const;
   // OK: the group has slots on the GPU. CANCELLED: no member is on that GPU any more. Called on the
   // thread, without the mutex.
   absl::Status MakeNow(const Missing& missing);

@@ -77,16 +77,19 @@ class Engine {
   const CudaTransportOptions& options() const { return options_; }
   bool has_batches() const { return contexts_->api().has_batches(); }
 
-  // The device's queue, made when first needed, and kept.
-  std::shared_ptr<DeviceQueue> Queue(int device) {
+  // The device's queue, made when first needed, and kept. P4: work that waits on the device for a
+  // slot of a broadcast has a queue of its own, so that a broadcast that hangs holds up no other
+  // work. Its limit is the longer, since the broadcast's own queue watches the wait.
+  std::shared_ptr<DeviceQueue> Queue(int device, bool for_slots = false) {
     MutexLock lock(&mutex_);
-    std::shared_ptr<DeviceQueue>& queue = queues_[device];
+    std::shared_ptr<DeviceQueue>& queue = queues_[{device, for_slots}];
     if (queue == nullptr) {
       queue = std::make_shared<DeviceQueue>(
           contexts_, device,
           DeviceQueueOptions{.name = Name(*memory_, device),
+                             .threads = for_slots ? fmt::format("refitd-slot{}", device) : "",
                              .kernel = kernel_,
-                             .limit = options_.limit,
+                             .limit = for_slots ? 2 * options_.limit : options_.limit,
                              .kept_device_bytes = options_.kept_device_bytes,
                              .kept_pinned_bytes = options_.kept_pinned_bytes},
           lost_);
@@ -136,7 +139,7 @@ class Engine {
   // Waits until nothing is active, then stops planning and the queues.
   void Stop() {
     const Clock::time_point deadline = Clock::now() + options_.limit;
-    std::map<int, std::shared_ptr<DeviceQueue>> queues;
+    std::map<std::pair<int, bool>, std::shared_ptr<DeviceQueue>> queues;
     {
       MutexLock lock(&mutex_);
       while (active_ > 0 && idle_.WaitUntil(&mutex_, deadline)) {
@@ -168,7 +171,8 @@ class Engine {
   const std::shared_ptr<PlanThread> planner_;
   Mutex mutex_;
   CondVar idle_;
-  std::map<int, std::shared_ptr<DeviceQueue>> queues_ ABSL_GUARDED_BY(mutex_);
+  // By device, and whether it is for slots.
+  std::map<std::pair<int, bool>, std::shared_ptr<DeviceQueue>> queues_ ABSL_GUARDED_BY(mutex_);
   int64_t active_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
   std::optional<absl::Status> reach_ ABSL_GUARDED_BY(mutex_);
@@ -658,7 +662,8 @@ void Run::StartPhase(std::vector<DeviceShare>* parts, bool readback) {
   }
   const std::shared_ptr<Run> self = shared_from_this();
   for (DeviceShare& part : *parts) {
-    const std::shared_ptr<DeviceQueue> queue = engine_->Queue(part.tasks->device);
+    const std::shared_ptr<DeviceQueue> queue =
+        engine_->Queue(part.tasks->device, after_ != nullptr);
     queue->Submit(std::make_shared<ShareJob>(self, &part, readback, queue.get()));
   }
 }
@@ -1034,7 +1039,8 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
       MutexLock lock(&mutex_);
       if (!relayed_.has_value() || !result_.has_value()) return;
       result = *std::exchange(result_, std::nullopt);
-      if (result.status.ok() && !relayed_->ok()) {
+      // What was read of a slot that was not filled differs, and says nothing.
+      if (!relayed_->ok()) {
         result = Failed(destinations_, Prefixed(*relayed_, "{}", label_));
       }
     }

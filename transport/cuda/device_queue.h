@@ -58,7 +58,7 @@ class DeviceJob {
   // True if nobody waits for the job any more; it is then not begun.
   virtual bool Cancelled() const = 0;
   // Issues the job. Its calls return at once, or once the device has room for more work; they may
-  // wait for this device only.
+  // wait for this device only. The work itself may wait for another device's.
   virtual absl::Status Issue(DeviceStreams* streams) = 0;
   // Called if Stop gave the device up while the job is being issued or runs; End is then not
   // called. At most once.

@@ -46,11 +46,14 @@ absl::StatusOr<std::vector<Hop>> MakeChain(const Relay& relay, RelayIssue* issue
 // the first. With one link no device waits for a chunk, and one batch of all copies is fastest.
 int64_t ChunkBytes(const Relay& relay, size_t links, bool alone) {
   constexpr int64_t kLeast = 1 << 20;
+  constexpr int64_t kAlignment = 4096;
   if (links < 2) return relay.slot_bytes;
+  const auto divide = [](int64_t bytes, int64_t by) { return (bytes + by - 1) / by; };
   const int64_t bytes = relay.runs.back().offset + relay.runs.back().bytes;
-  const int64_t chunks = (bytes + relay.chunk_bytes - 1) / relay.chunk_bytes;
-  const int64_t even = (bytes + chunks - 1) / chunks;
-  return alone && chunks < 2 ? std::max(std::min(kLeast, even), (even + 1) / 2) : even;
+  int64_t chunks = divide(bytes, relay.chunk_bytes);
+  if (alone && bytes > kLeast) chunks = std::max<int64_t>(chunks, 2);
+  // Chunks begin at multiples, as slots do.
+  return std::min(divide(divide(bytes, chunks), kAlignment) * kAlignment, relay.chunk_bytes);
 }
 
 absl::Status IssueChain(const Relay& relay, bool alone, RelayIssue* issue, Arrivals* arrivals) {
@@ -106,6 +109,7 @@ class RelayQueue::Job : public DeviceJob {
     // they are released.
     const absl::Status filled = status.ok() && by_ != nullptr ? by_->status() : status;
     by_ = nullptr;
+    arrivals_ = nullptr;
     relay_.keep_alive.clear();
     if (filled.ok()) {
       Issued(nullptr);
@@ -128,7 +132,10 @@ class RelayQueue::Job : public DeviceJob {
     const absl::Status joined = issue.Join(streams->main);
     if (!joined.ok() || !issued.ok()) return joined.ok() ? issued : joined;
     // P4: a collective may never end, and a stream that waits for it would serve nobody else.
-    if (chain) Issued(std::move(arrivals));
+    if (chain) {
+      arrivals_ = arrivals;
+      Issued(std::move(arrivals));
+    }
     return absl::OkStatus();
   }
 
@@ -145,6 +152,8 @@ class RelayQueue::Job : public DeviceJob {
   const std::shared_ptr<NcclBroadcasts> nccl_;
   const RelayCalls calls_;
   std::atomic<bool> told_ = false;
+  // Kept until the events have passed: nobody else destroys one for which a device may wait.
+  std::shared_ptr<const Arrivals> arrivals_;
   std::shared_ptr<const Communicator> by_;  // null: the broadcast has no collective
 };
 

@@ -50,7 +50,7 @@ absl::Status Arrivals::Record(int device, const RelayStream& by) {
   REFITD_RETURN_IF_ERROR(current.status());
   CUevent event = nullptr;
   REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api_, cuEventCreate, &event, CU_EVENT_DISABLE_TIMING));
-  filled_.emplace(device, Filled{by.context, event});
+  REFITD_CHECK(filled_.emplace(device, Filled{by.context, event}).second);
   return REFITD_CUDA_CALL(api_, cuEventRecord, event, by.stream);
 }
 

@@ -283,7 +283,7 @@ class Driver:
         try:
             while not self._closed.is_set() and time.monotonic() + longest < until:
                 began = time.monotonic()
-                if not self._controls.process_ahead(staged.version):
+                if not self._controls.process_ahead(staged.version) or self._told_more():
                     break
                 took = time.monotonic() - began
                 longest = max(longest, took)
@@ -295,6 +295,15 @@ class Driver:
             staged.processed()
         except Error as error:
             logger.info("refitd: version %d was processed too late to count: %s", staged.version, error)
+
+    def _told_more(self) -> bool:
+        """Whether an event has come, which ends what is staged: Prepare, or that the version was given up."""
+        member = self._member
+        event = None if member is None else member._next_or_none(None, 0.0)
+        if event is None:
+            return False
+        member._put_back(event)
+        return True
 
     def _do(self, actions: Iterable[Action]) -> None:
         queue = deque(actions)

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -254,6 +254,9 @@ class Rank:
             return 0  # Prepare comes, or the outcome
         except Exception:
             self._logger.exception("refitd: the rest of version %d is processed in the pause", version)
+            with suppress(Exception):  # the group waits for no rank that does no more
+                if self._staged is not None:
+                    self._staged.processed()
             return 0
 
     def _process_ahead(self, version: int) -> int:
