@@ -299,8 +299,8 @@ class Driver:
     def _told_more(self) -> bool:
         """Whether an event has come, which ends what is staged: Prepare, or that the version was given up."""
         member = self._member
-        event = None if member is None else member._next_or_none(None, 0.0)
-        if event is None:
+        event = member._next_or_none(None, 0.0) if member is not None else None
+        if member is None or event is None:
             return False
         member._put_back(event)
         return True
