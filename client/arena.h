@@ -37,7 +37,7 @@ class Arena {
   // process there.
   char* data() const { return memory_->data(); }
   int64_t bytes() const { return memory_->bytes(); }
-  // Where the sides of a GPU's arena lie.
+  // Tells where the sides of a GPU's arena lie.
   SidesIn sides_in() const {
     return kind_ == RegionKind::kPinned ? SidesIn::kHost : SidesIn::kDevice;
   }

@@ -73,7 +73,7 @@ std::vector<ByteRange> Complement(std::vector<ByteRange> named, int64_t bytes) {
   return unnamed;
 }
 
-// Where a chunk of bytes lies.
+// A chunk of bytes lies in both sides of one pair (an index) at the same range.
 struct Chunk {
   size_t sides = 0;
   ByteRange range;

@@ -499,7 +499,7 @@ class TestGroup {
   std::vector<SendFlip> flips;                          // all
   std::vector<SendStaged> staged;                       // all
   std::vector<MemberId> processing;  // were sent Staged, and neither answered nor got more
-  bool announces = true;             // the group is told when every node was sent the update
+  bool announces = true;             // the group gets an event when every node was sent the update
   std::vector<Running> running;
   std::vector<Handed> handed;  // unacknowledged
   std::vector<SendPart> parts;

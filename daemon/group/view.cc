@@ -32,7 +32,7 @@ UpdateView group::ViewOf(const Update& u) {
 
 namespace {
 
-// What the program has moved of its content so far, which is an estimate.
+// Estimates how many bytes of its content the program has moved so far.
 int64_t MovedByRun(const group::Update& update, const RunProgress& run) {
   if (!update.program.running()) return 0;
   const int64_t to_write = update.participants.UnwrittenBytes();

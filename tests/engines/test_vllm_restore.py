@@ -35,7 +35,7 @@ def test_a_restarted_engine_post_processes_what_was_kept(
     """What lies in the arenas has the loader's format, from which the kernel's is made anew."""
     delivery = check_restarts(EngineProcess, name, folder, daemon, tmp_path, monkeypatch, dtype=dtype)
     assert delivery["processed"]
-    # What a kernel's library packed can't be compared without putting it into place.
+    # A copy that a kernel's library packed can't be compared without putting it into place.
     assert bool(delivery["ahead"]) == (name == "qwen3-moe"), (delivery["ahead"], delivery["in_pause"])
 
 

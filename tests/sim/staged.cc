@@ -1,5 +1,5 @@
-// Engines that process a staged version while they serve: who is told, who is waited for, and what
-// becomes of what was made.
+// Engines that process a staged version while they serve: who gets the event, who is waited for,
+// and what becomes of what was made.
 #include "tests/sim/world.h"
 
 namespace refitd::sim {

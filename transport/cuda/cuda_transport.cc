@@ -1039,7 +1039,7 @@ class BroadcastRun : public std::enable_shared_from_this<BroadcastRun> {
       MutexLock lock(&mutex_);
       if (!relayed_.has_value() || !result_.has_value()) return;
       result = *std::exchange(result_, std::nullopt);
-      // What was read of a slot that was not filled differs, and says nothing.
+      // The relay's error is the cause: digests of a slot that was not filled differ too.
       if (!relayed_->ok()) {
         result = Failed(destinations_, Prefixed(*relayed_, "{}", label_));
       }

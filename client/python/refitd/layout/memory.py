@@ -352,7 +352,7 @@ class Arena:
         _table.add(self)
 
 
-# Where versions of a device's arena are written, by the C library's numbers.
+# The two sides of a device's arena lie in the memory of one of these. The index is the C library's number.
 BACKS = ("device", "host")
 _arena_numbers = itertools.count()
 
