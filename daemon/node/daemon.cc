@@ -72,6 +72,9 @@ Daemon::~Daemon() {
     EndLinks();
     peer_client_.AwaitLinks(state_.mutex.raw());
   }
+  // Every member has left, so every watch was cancelled. A member's process may have died just
+  // then.
+  state_.processes.AwaitCallback();
   state_.data_plane->StopThreads();
   state_.regions_thread->Stop();
   state_.data_plane->StopWires();

@@ -97,8 +97,15 @@ absl::StatusOr<WatchHandle> ProcessWatch::Add(UniqueFd pidfd, Callback died) {
 }
 
 bool ProcessWatch::Cancel(WatchHandle handle) {
-  const std::optional<Callback> died = Take(handle);
+  std::optional<Callback> died;  // destroyed without the lock
+  MutexLock lock(&mutex_);
+  died = Take(handle);
   return died.has_value();
+}
+
+void ProcessWatch::AwaitCallback() {
+  MutexLock lock(&mutex_);
+  while (calling_) called_.Wait(&mutex_);
 }
 
 size_t ProcessWatch::watched() const {
@@ -107,7 +114,6 @@ size_t ProcessWatch::watched() const {
 }
 
 std::optional<ProcessWatch::Callback> ProcessWatch::Take(WatchHandle handle) {
-  MutexLock lock(&mutex_);
   const auto found = entries_.find(handle);
   if (found == entries_.end()) return std::nullopt;
   Entry entry = std::move(found->second);
@@ -121,8 +127,18 @@ std::optional<ProcessWatch::Callback> ProcessWatch::Take(WatchHandle handle) {
 }
 
 void ProcessWatch::Fire(WatchHandle handle) {
-  const std::optional<Callback> died = Take(handle);
-  if (died) (*died)();
+  std::optional<Callback> died;
+  {
+    MutexLock lock(&mutex_);
+    died = Take(handle);
+    calling_ = died.has_value();
+  }
+  if (!died) return;
+  (*died)();
+  died.reset();
+  MutexLock lock(&mutex_);
+  calling_ = false;
+  called_.NotifyAll();
 }
 
 void ProcessWatch::Run() {

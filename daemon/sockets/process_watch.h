@@ -52,6 +52,9 @@ class ProcessWatch {
   // True: the callback has not started and never will. False: it ran, runs now, or the handle is
   // unknown. Never waits, so any lock may be held; may be called from callbacks.
   bool Cancel(WatchHandle handle);
+  // Returns once no callback runs. If every watch was cancelled before, no callback runs any more.
+  // Must not be called from a callback, nor with a lock held that a callback takes.
+  void AwaitCallback();
 
   // How many watches have neither fired nor been cancelled.
   size_t watched() const;
@@ -66,7 +69,7 @@ class ProcessWatch {
   void Run();
   void Fire(WatchHandle handle);
   // Removes the watch and returns its callback; nullopt: it has fired or was cancelled.
-  std::optional<Callback> Take(WatchHandle handle);
+  std::optional<Callback> Take(WatchHandle handle) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const UniqueFd epoll_;
   const UniqueFd wake_;  // eventfd: stop_ or gone_ changed
@@ -76,6 +79,8 @@ class ProcessWatch {
   bool stop_ ABSL_GUARDED_BY(mutex_) = false;
   std::unordered_map<WatchHandle, Entry> entries_ ABSL_GUARDED_BY(mutex_);
   std::vector<WatchHandle> gone_ ABSL_GUARDED_BY(mutex_);  // to fire at once
+  bool calling_ ABSL_GUARDED_BY(mutex_) = false;           // a callback runs
+  CondVar called_;
 
   std::thread thread_;
 };

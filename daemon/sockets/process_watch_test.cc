@@ -1,7 +1,10 @@
 #include "daemon/sockets/process_watch.h"
 
+#include <atomic>
 #include <catch2/catch.hpp>
 #include <map>
+#include <memory>
+#include <thread>
 
 #include "daemon/sockets/peer_credentials.h"
 #include "daemon/test_util.h"
@@ -174,6 +177,26 @@ TEST_CASE("A callback may watch and cancel") {
   CHECK(deaths.Wait(2));
   CHECK(deaths.Wait(3));
   CHECK(deaths.count(1) == 0);
+}
+
+TEST_CASE("What a callback uses may go once the watch was cancelled and awaited") {
+  Deaths deaths;
+  const auto watch = NewWatch();
+  const ChildProcess child([] {});
+  auto used = std::make_unique<std::atomic<int>>(0);
+  const auto handle = watch->Watch(child.pid(), [&deaths, used = used.get()] {
+    deaths.Callback(1)();
+    for (int i = 0; i < 1'000; ++i) {
+      std::this_thread::yield();
+      ++*used;
+    }
+  });
+  child.Signal(SIGKILL);
+  REQUIRE(deaths.Wait(1));
+  CHECK_FALSE(watch->Cancel(*handle));
+  watch->AwaitCallback();
+  CHECK(*used == 1'000);
+  used.reset();
 }
 
 TEST_CASE("Ending the watch drops what did not fire") {
