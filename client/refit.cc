@@ -319,6 +319,28 @@ absl::StatusOr<refitd::Layout> LayoutOf(const refit_tensor* tensors, int64_t ten
   return layout;
 }
 
+absl::Status SetDerived(const refit_derivation* derivations, int64_t count,
+                        refitd::Layout* layout) {
+  REFITD_RETURN_IF_ERROR(CheckList(derivations, count, "derivations"));
+  const auto tensors = static_cast<int64_t>(layout->tensors.size());
+  for (int64_t i = 0; i < count; ++i) {
+    const refit_derivation& given = derivations[i];
+    if (given.tensor < 0 || given.tensor >= tensors) {
+      return InvalidField("derivations", "derivations[{}].tensor is {} of {} tensors", i,
+                          given.tensor, tensors);
+    }
+    if (given.from == nullptr) return Null("derivations.from");
+    REFITD_ASSIGN_OR_RETURN(std::vector<refitd::TensorSpec> from, SpecsOf(given.from, 1));
+    // The layout's check refuses numbers that are not known.
+    const auto number = [](int32_t n) { return static_cast<uint8_t>(n < 0 || n > 255 ? 255 : n); };
+    layout->tensors.Edit()[static_cast<size_t>(given.tensor)].derived =
+        std::make_shared<refitd::Derivation>(
+            refitd::Derivation{std::move(from.front()), refitd::DerivedKind(number(given.kind)),
+                               refitd::DerivedRole(number(given.role))});
+  }
+  return absl::OkStatus();
+}
+
 absl::Status SetPushed(const int64_t* pushed, int64_t count, refitd::Layout* layout) {
   REFITD_RETURN_IF_ERROR(CheckList(pushed, count, "pushed"));
   const auto tensors = static_cast<int64_t>(layout->tensors.size());
@@ -847,10 +869,12 @@ refit_status refit_engine_add_cuda_vmm_at(refit_engine* engine, int descriptor, 
 
 refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
                                    int64_t tensor_count, const refit_piece* pieces,
-                                   int64_t piece_count) {
+                                   int64_t piece_count, const refit_derivation* derivations,
+                                   int64_t derivation_count) {
   return Guarded({{engine, "engine"}}, [&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(refitd::Layout layout,
                             LayoutOf(tensors, tensor_count, pieces, piece_count));
+    REFITD_RETURN_IF_ERROR(SetDerived(derivations, derivation_count, &layout));
     return engine->engine->Register(std::move(layout));
   });
 }

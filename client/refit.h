@@ -327,6 +327,25 @@ typedef struct refit_piece {
   int64_t byte_offset; /* from the region's start to the box's first element */
 } refit_piece;
 
+/* The arithmetic of derived tensors and what they hold: refitd.v1.DerivedKind and DerivedRole say
+ * what each means, bit for bit. */
+enum {
+  REFIT_DERIVED_CAST = 1,
+  REFIT_DERIVED_FP8_BLOCK = 2,
+  REFIT_DERIVED_FP8_BLOCK_RECIPROCAL = 3,
+  REFIT_DERIVED_FP8_BLOCK_POW2 = 4,
+  REFIT_DERIVED_FP8_CHANNEL = 5
+};
+enum { REFIT_DERIVED_VALUES = 1, REFIT_DERIVED_SCALES = 2 };
+
+/* Says that refits compute a tensor of an engine from a tensor of the trainers. */
+typedef struct refit_derivation {
+  int64_t tensor;           /* index into the tensors of the same call */
+  const refit_tensor* from; /* the trainers' tensor as a whole */
+  int32_t kind;             /* REFIT_DERIVED_CAST, ... */
+  int32_t role;             /* REFIT_DERIVED_VALUES or REFIT_DERIVED_SCALES */
+} refit_derivation;
+
 /* ---- trainer ---- */
 
 typedef struct refit_trainer_options {
@@ -693,10 +712,12 @@ refit_status refit_engine_take_kept(refit_engine* engine, int32_t index, refit_a
  * tensors share their memory (tied weights), give both the same pieces: trainers may push or refit
  * either or both, the memory is written once, and values that differ are refused. Trainers may also
  * send a tensor that is in `tensors` without any piece; nothing is written for it. The pieces'
- * regions must stay until parameters are registered anew or the engine is freed. */
+ * regions must stay until parameters are registered anew or the engine is freed. `derivations`
+ * ascend by tensor; of what is quantised, the values and the scales must be there. */
 refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
                                    int64_t tensor_count, const refit_piece* pieces,
-                                   int64_t piece_count);
+                                   int64_t piece_count, const refit_derivation* derivations,
+                                   int64_t derivation_count);
 
 enum {
   REFIT_EVENT_NOTHING = 0,   /* the timeout passed */

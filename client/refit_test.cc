@@ -89,7 +89,7 @@ TEST_CASE("null handles give INVALID_ARGUMENT and a message, never a crash") {
       refit_update_refit(nullptr, nullptr),
       refit_engine_attach(nullptr, nullptr),
       refit_engine_new_region(nullptr, 1, &region),
-      refit_engine_register(nullptr, nullptr, 0, nullptr, 0),
+      refit_engine_register(nullptr, nullptr, 0, nullptr, 0, nullptr, 0),
       refit_engine_next(nullptr, 0, &event),
       refit_engine_processed(nullptr, 1),
       refit_engine_ready(nullptr, 1, -1),

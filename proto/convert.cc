@@ -261,6 +261,7 @@ absl::Status LayoutDecoder::Add(const v1::LayoutChunk& chunk) {
   last_ = chunk.last();
 
   REFITD_RETURN_IF_ERROR(AddTensors(chunk));
+  REFITD_RETURN_IF_ERROR(AddDerived(chunk));
   REFITD_RETURN_IF_ERROR(AddPieces(chunk));
   REFITD_RETURN_IF_ERROR(AddPushed(chunk));
   REFITD_RETURN_IF_ERROR(AddTies(chunk));
@@ -361,6 +362,20 @@ absl::Status LayoutDecoder::AddPieces(const v1::LayoutChunk& chunk) {
   return absl::OkStatus();
 }
 
+// Derived tensors must ascend, so there are at most as many as tensors.
+absl::Status LayoutDecoder::AddDerived(const v1::LayoutChunk& chunk) {
+  for (const v1::Derivation& derivation : chunk.derivations()) {
+    name_bytes_ += static_cast<int64_t>(derivation.name().size());
+    bytes_ += static_cast<int64_t>(sizeof(Derivation) + derivation.name().size());
+  }
+  if (name_bytes_ > kMaxLayoutNameBytes) {
+    return Error(StatusCode::kResourceExhausted,
+                 "layout.derivations: the names of tensors have more than {} bytes",
+                 kMaxLayoutNameBytes);
+  }
+  return SetDerived(chunk.derived_tensors(), chunk.derivations(), "layout", &tensors_);
+}
+
 // Pushed tensors must ascend, so there are at most as many as tensors.
 absl::Status LayoutDecoder::AddPushed(const v1::LayoutChunk& chunk) {
   std::vector<uint32_t>& pushed = layout_.pushed_tensors;
@@ -458,6 +473,14 @@ std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease&
     chunk.add_piece_byte_offset(piece.byte_offset);
     if (!dense) chunk.mutable_piece_strides()->Add(piece.strides.begin(), piece.strides.end());
   }
+  for (uint32_t i = 0; i < layout.tensors.size(); ++i) {
+    const Derivation* derived = layout.tensors[i].derived.get();
+    if (derived == nullptr) continue;
+    v1::LayoutChunk& chunk =
+        writer.Room(WireBytes(derived->from, 0, false) + VarintBytes(i) + 2 * kFieldBytes);
+    chunk.add_derived_tensors(i);
+    *chunk.add_derivations() = ToProto(*derived);
+  }
   for (const uint32_t tensor : layout.pushed_tensors) {
     writer.Room(VarintBytes(tensor)).add_pushed_tensors(tensor);
   }
@@ -477,6 +500,45 @@ std::vector<v1::LayoutChunk> EncodeLayout(const Layout& layout, const v1::Lease&
   std::vector<v1::LayoutChunk> chunks = std::move(writer).Take();
   chunks.back().set_last(true);
   return chunks;
+}
+
+v1::Derivation ToProto(const Derivation& derivation) {
+  v1::Derivation message;
+  message.set_name(derivation.from.name);
+  message.set_dtype(ToProto(derivation.from.dtype));
+  *message.mutable_shape() = ToProto(derivation.from.shape);
+  message.set_kind(static_cast<v1::DerivedKind>(derivation.kind));
+  message.set_role(static_cast<v1::DerivedRole>(derivation.role));
+  return message;
+}
+
+absl::Status SetDerived(const google::protobuf::RepeatedField<uint32_t>& indices,
+                        const google::protobuf::RepeatedPtrField<v1::Derivation>& derivations,
+                        std::string_view field, std::vector<TensorSpec>* tensors) {
+  REFITD_RETURN_IF_ERROR(
+      CheckLength(field, "derivations", derivations.size(), "derived_tensors", indices.size()));
+  for (int i = 0; i < indices.size(); ++i) {
+    // A tensor that is derived already came before.
+    if (indices[i] >= tensors->size() || (i > 0 && indices[i] <= indices[i - 1]) ||
+        (*tensors)[indices[i]].derived != nullptr) {
+      return InvalidField(fmt::format("{}.derived_tensors", field),
+                          "{}.derived_tensors[{}] is {}, of {} tensors: they must ascend", field, i,
+                          indices[i], tensors->size());
+    }
+    const v1::Derivation& message = derivations[i];
+    TensorSpec& tensor = (*tensors)[indices[i]];
+    auto derivation = std::make_shared<Derivation>();
+    absl::StatusOr<TensorSpec> from =
+        TensorFromProto(message.name(), message.dtype(), DimsFromProto(message.shape()),
+                        fmt::format("{}.derivations", field), i);
+    if (!from.ok()) return AboutTensor(from.status(), tensor.name);
+    derivation->from = *std::move(from);
+    // ValidateDerived refuses numbers that are not known.
+    derivation->kind = static_cast<DerivedKind>(std::min(message.kind() + 0U, 255U));
+    derivation->role = static_cast<DerivedRole>(std::min(message.role() + 0U, 255U));
+    tensor.derived = std::move(derivation);
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<TensorSpec>> CheckManifest(

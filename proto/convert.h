@@ -14,6 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "refitd/v1/types.pb.h"
+#include "transport/plan/derived.h"
 #include "transport/plan/layout.h"
 #include "transport/transport.h"
 
@@ -36,6 +37,7 @@ class LayoutDecoder {
  private:
   absl::Status AddTensors(const v1::LayoutChunk& chunk);
   absl::Status AddPieces(const v1::LayoutChunk& chunk);
+  absl::Status AddDerived(const v1::LayoutChunk& chunk);
   absl::Status AddPushed(const v1::LayoutChunk& chunk);
   absl::Status AddTies(const v1::LayoutChunk& chunk);
   absl::Status AddBacks(const v1::LayoutChunk& chunk);
@@ -59,6 +61,14 @@ absl::StatusOr<std::vector<TensorSpec>> CheckManifest(
     const google::protobuf::RepeatedField<int>& dtypes,
     const google::protobuf::RepeatedPtrField<v1::Shape>& shapes, std::string_view field,
     int64_t max_tensors);
+
+v1::Derivation ToProto(const Derivation& derivation);
+// Sets TensorSpec::derived of tensors[indices[i]]; ValidateLayout must still check it. `field` is
+// the message that holds the two lists. INVALID_ARGUMENT: lists of unequal lengths, indices that do
+// not ascend, a tensor that is not there, a malformed derivation.
+absl::Status SetDerived(const google::protobuf::RepeatedField<uint32_t>& indices,
+                        const google::protobuf::RepeatedPtrField<v1::Derivation>& derivations,
+                        std::string_view field, std::vector<TensorSpec>* tensors);
 
 v1::Shape ToProto(const Dims& shape);
 v1::DType ToProto(DType dtype);

@@ -112,6 +112,75 @@ TEST_CASE("Ties travel, whatever the size of the chunks") {
   }
 }
 
+// Half of the tensors are derived.
+Layout DerivedLayout() {
+  Layout layout = SomeLayout(20);
+  for (size_t i = 0; i < layout.tensors.size(); i += 2) {
+    const TensorSpec from = {"trainer." + std::to_string(i), DType::kFloat32, {4, 6}};
+    layout.tensors.Edit()[i].derived =
+        std::make_shared<Derivation>(Derivation{from, DerivedKind::kCast, DerivedRole::kValues});
+  }
+  return layout;
+}
+
+TEST_CASE("Derivations travel, whatever the size of the chunks") {
+  const Layout layout = DerivedLayout();
+  for (const int64_t chunk_bytes : {int64_t{1}, int64_t{100}, int64_t{1} << 20}) {
+    const auto decoded = Decode(EncodeLayout(layout, v1::Lease(), chunk_bytes));
+    INFO(decoded.status());
+    REQUIRE(decoded.ok());
+    CheckSame(*decoded, layout);
+    CHECK(decoded->Digest() == layout.Digest());
+  }
+}
+
+TEST_CASE("Malformed derivations are refused with field and value") {
+  const auto error = [](const auto& change) {
+    v1::LayoutChunk chunk = OneChunk();
+    chunk.add_derived_tensors(0);
+    v1::Derivation* const derivation = chunk.add_derivations();
+    derivation->set_name("v");
+    derivation->set_dtype(v1::DTYPE_FLOAT32);
+    derivation->mutable_shape()->add_dims(4);
+    derivation->set_kind(v1::DERIVED_KIND_CAST);
+    derivation->set_role(v1::DERIVED_ROLE_VALUES);
+    change(&chunk);
+    const auto decoded = DecodeWhole({chunk});
+    return decoded.ok() ? std::string() : std::string(decoded.status().message());
+  };
+  CHECK(error([](v1::LayoutChunk*) {}) == "");
+  CHECK_THAT(error([](v1::LayoutChunk* chunk) { chunk->add_derived_tensors(0); }),
+             Contains("layout.derivations has 1 entries where derived_tensors has 2"));
+  CHECK_THAT(error([](v1::LayoutChunk* chunk) { chunk->set_derived_tensors(0, 1); }),
+             Contains("layout.derived_tensors[0] is 1, of 1 tensors"));
+  CHECK_THAT(error([](v1::LayoutChunk* chunk) {
+               chunk->add_derived_tensors(0);
+               *chunk->add_derivations() = chunk->derivations(0);
+             }),
+             Contains("layout.derived_tensors[1] is 0, of 1 tensors: they must ascend"));
+  CHECK_THAT(error([](v1::LayoutChunk* chunk) {
+               chunk->mutable_derivations(0)->set_dtype(v1::DType(99));
+             }),
+             Contains("layout.derivations.dtypes[0] = 99"));
+  CHECK_THAT(error([](v1::LayoutChunk* chunk) {
+               chunk->mutable_derivations(0)->mutable_shape()->add_dims(-1);
+             }),
+             Contains("-1"));
+  CHECK_THAT(error([](v1::LayoutChunk* chunk) { chunk->mutable_derivations(0)->set_name(""); }),
+             Contains("tensor name is empty"));
+  // Numbers that are not known stay so, for ValidateLayout to refuse.
+  v1::LayoutChunk chunk = OneChunk();
+  chunk.add_derived_tensors(0);
+  chunk.add_derivations()->set_name("v");
+  chunk.mutable_derivations(0)->set_dtype(v1::DTYPE_FLOAT32);
+  for (const int kind : {-1, 0, 6, 261}) {
+    chunk.mutable_derivations(0)->set_kind(static_cast<v1::DerivedKind>(kind));
+    const auto decoded = DecodeWhole({chunk});
+    REQUIRE(decoded.ok());
+    CHECK_FALSE(ValidateDerived(decoded->tensors[0]).ok());
+  }
+}
+
 TEST_CASE("Tensors that are pushed travel, whatever the size of the chunks") {
   Layout layout = SomeLayout(300);
   for (uint32_t i = 0; i < 300; i += 3) layout.pushed_tensors.push_back(i);

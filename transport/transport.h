@@ -15,6 +15,7 @@
 
 #include "absl/status/statusor.h"
 #include "transport/broadcast_method.h"
+#include "transport/plan/derived.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/overlap.h"
 #include "transport/plan/plan.h"
@@ -40,6 +41,9 @@ struct BoundPiece {
   Dims strides;          // elements
   char* data = nullptr;  // first element of the box
   std::string name;      // tensor, for messages
+  // Sources only. Set: the box lies nowhere and is computed from this piece. Offsets and strides
+  // are those of a dense box, and `data` is some address in the memory of `held`.
+  std::shared_ptr<const HeldPiece> held = nullptr;
 };
 
 // The digest that a destination piece must have after the copies: a sum of digests computed by

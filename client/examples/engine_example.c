@@ -26,7 +26,7 @@ static refit_status register_model(refit_engine* engine, refit_region* region) {
     tensors[i] = tensor;
     pieces[i] = piece;
   }
-  return refit_engine_register(engine, tensors, kTensors, pieces, kTensors);
+  return refit_engine_register(engine, tensors, kTensors, pieces, kTensors, NULL, 0);
 }
 
 /* Copies the elements of a view, possibly a part of a tensor, to where they belong. */

@@ -83,24 +83,20 @@ absl::StatusOr<BoundPiece> BindPiece(const Layout& layout, const Piece& piece,
       tensor.name};
 }
 
-// A piece of the program's layout, and the same piece of the layout in force.
-struct PiecePair {
-  const Piece* compiled = nullptr;
-  const Piece* in_force = nullptr;
-};
-
-absl::StatusOr<PiecePair> Pair(const Layout& compiled, const Layout& in_force, uint32_t piece) {
+// Returns the piece of the layout in force that is that piece of the program's layout.
+absl::StatusOr<const Piece*> InForce(const Layout& compiled, const Layout& in_force,
+                                     uint32_t piece) {
   if (piece >= compiled.pieces.size()) {
     return Error(absl::StatusCode::kInternal, "program: piece {} of {}", piece,
                  compiled.pieces.size());
   }
   const Piece& p = compiled.pieces[piece];
-  if (&compiled == &in_force) return PiecePair{&p, &p};
+  if (&compiled == &in_force) return &p;
   const TensorSpec& tensor = compiled.tensors[p.tensor];
   if (piece < in_force.pieces.size()) {
     const Piece& q = in_force.pieces[piece];
     if (q.box == p.box && q.strides == p.strides && in_force.tensors[q.tensor] == tensor) {
-      return PiecePair{&p, &q};
+      return &q;
     }
   }
   return AboutTensor(
@@ -169,39 +165,62 @@ class Binder {
   // By member, then piece of its layout: 1 + the bound piece's index; 0: not bound yet.
   using PlacedPieces = std::vector<std::vector<uint32_t>>;
 
-  // Returns the piece; binds it and adds it to `list` the first time.
-  static absl::StatusOr<PlacedPiece> Bind(
-      uint32_t member, uint32_t piece, const std::vector<LocalMember>& compiled,
-      const std::vector<std::shared_ptr<const Layout>>& in_force,
-      const std::vector<std::map<RegionId, MemorySpan>>& regions, std::vector<BoundPiece>* list,
-      PlacedPieces* known) {
-    const Layout& layout = *compiled[member].layout;
-    if (known->empty()) known->resize(compiled.size());
+  // The layouts in force of one side's members, and their regions.
+  struct Members {
+    const std::vector<std::shared_ptr<const Layout>>& layouts;
+    const std::vector<std::map<RegionId, MemorySpan>>& regions;
+  };
+
+  // Returns the piece of a member; binds it and adds it to `list` the first time. `layout` is the
+  // program's.
+  static absl::StatusOr<PlacedPiece> Bind(uint32_t member, uint32_t piece, const Layout& layout,
+                                          const Members& members, std::vector<BoundPiece>* list,
+                                          PlacedPieces* known) {
+    if (known->empty()) known->resize(members.layouts.size());
     std::vector<uint32_t>& of_member = (*known)[member];
     if (of_member.empty()) of_member.resize(layout.pieces.size());
     if (piece < of_member.size() && of_member[piece] > 0) {
       return PlacedPiece{&layout.pieces[piece], of_member[piece] - 1};
     }
-    REFITD_ASSIGN_OR_RETURN(const PiecePair pair, Pair(layout, *in_force[member], piece));
-    REFITD_ASSIGN_OR_RETURN(BoundPiece bound,
-                            BindPiece(*in_force[member], *pair.in_force, regions[member]));
+    const Layout& in_force = *members.layouts[member];
+    const bool computed =
+        piece < layout.pieces.size() && layout.pieces[piece].computed_from != kNotComputed;
+    REFITD_ASSIGN_OR_RETURN(
+        const Piece* const held,
+        InForce(layout, in_force, computed ? layout.pieces[piece].computed_from : piece));
+    REFITD_ASSIGN_OR_RETURN(BoundPiece bound, BindPiece(in_force, *held, members.regions[member]));
+    const Piece& placed = layout.pieces[piece];
+    if (computed) bound = Computed(layout.tensors[placed.tensor], placed, std::move(bound));
     list->push_back(std::move(bound));
     of_member[piece] = static_cast<uint32_t>(list->size());
-    return PlacedPiece{pair.compiled, of_member[piece] - 1};
+    return PlacedPiece{&placed, of_member[piece] - 1};
+  }
+
+  static BoundPiece Computed(const TensorSpec& tensor, const Piece& piece, BoundPiece from) {
+    char* const data = from.data;
+    return {tensor.dtype,
+            tensor.shape,
+            piece.box,
+            piece.strides,
+            data,
+            tensor.name,
+            std::make_shared<HeldPiece>(
+                HeldPiece{tensor.derived, std::move(from.box), std::move(from.strides), data})};
   }
 
   absl::StatusOr<PlacedPiece> Source(uint32_t member, uint32_t piece,
                                      std::vector<BoundPiece>* list) {
-    return Bind(member, piece, program_.sources, bound_.source_layouts, memory_.sources, list,
-                &known_sources_);
+    return Bind(member, piece, *program_.source_layouts[member],
+                {bound_.source_layouts, memory_.sources}, list, &known_sources_);
   }
 
   absl::StatusOr<PlacedPiece> Destination(uint32_t member, uint32_t piece) {
     std::vector<BoundPiece>& list = result_.transfer.destinations[member];
     const size_t before = list.size();
-    REFITD_ASSIGN_OR_RETURN(const PlacedPiece known,
-                            Bind(member, piece, program_.destinations, bound_.destination_layouts,
-                                 memory_.destinations, &list, &known_destinations_));
+    REFITD_ASSIGN_OR_RETURN(
+        const PlacedPiece known,
+        Bind(member, piece, *program_.destinations[member].layout,
+             {bound_.destination_layouts, memory_.destinations}, &list, &known_destinations_));
     if (list.size() > before) result_.originals[member].push_back(piece);
     return known;
   }
@@ -281,8 +300,9 @@ class Binder {
         BoundPiece source = pieces[known.index];
         const int64_t inside = Distance(source.box, source.strides, sent.box, move.element_bytes);
         source.box = sent.box;
-        source.data += inside;
+        if (source.held == nullptr) source.data += inside;
         BoundPiece packed = source;
+        packed.held = nullptr;
         packed.strides = RowMajorStrides(sent.box.extent);
         packed.data = chunk + sent.chunk_byte_offset;
         const auto index = static_cast<uint32_t>(transfer.source.size());

@@ -8,6 +8,7 @@
 
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
+#include "transport/plan/derived.h"
 #include "transport/plan/name_advice.h"
 
 namespace refitd::group {
@@ -232,7 +233,7 @@ void Catalog::AddLacking(const absl::flat_hash_set<std::string_view>& held,
                          std::set<std::string>* lacking) const {
   for (const auto& [key, uses] : table_->tensors()) {
     const std::string_view name(key.data(), key.size());
-    if (held.contains(name)) continue;
+    if (held.contains(NameAtSource(table_->spec(uses.front())))) continue;
     const bool known = std::any_of(uses.begin(), uses.end(), [this](const TensorTable::Use& use) {
       return use.list < used_.size() && used_[use.list] && table_->layout(use.list) != nullptr;
     });

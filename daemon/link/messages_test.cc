@@ -37,7 +37,8 @@ constexpr PeerBounds kBounds{.slots = 4, .slot_bytes = 1 << 20};
     return std::tie(__VA_ARGS__);                    \
   }
 FIELDS(SlotGrant, a, b)
-FIELDS(TensorSpec, a, b, c)
+FIELDS(TensorSpec, a, b, c, d)
+FIELDS(Derivation, a, b, c)
 FIELDS(TensorRange, a, b, c)
 FIELDS(CheckedBucket, a, b, c, d, e, f, g)
 FIELDS(PartContent, a, b, c, d)
@@ -366,12 +367,27 @@ void FillOne(Rng& rng, std::shared_ptr<const RoutePlan>* v) {
   for (int64_t t = Between(rng, 1, 5); t > 0; --t) {
     const int64_t rows = Between(rng, 2, 9);
     const TensorSpec tensor{fmt::format("weights.{}", t), DType::kFloat32, {rows, 3}};
+    std::vector<TensorSpec> wanted = {tensor};
+    if (Between(rng, 0, 1) == 1) {
+      const auto derived = [&tensor](DerivedRole role) {
+        return std::make_shared<Derivation>(Derivation{tensor, DerivedKind::kFp8Channel, role});
+      };
+      wanted = {
+          {tensor.name + ".values", DType::kFloat8E4M3FN, {rows, 3}, derived(DerivedRole::kValues)},
+          {tensor.name + ".scales", DType::kFloat32, {rows, 1}, derived(DerivedRole::kScales)}};
+    }
+    const auto add = [](const TensorSpec& held, const Box& box, Layout* layout) {
+      const auto index = static_cast<uint32_t>(layout->tensors.size());
+      layout->tensors.push_back(held);
+      layout->pieces.push_back({index, box, RegionId(), 0, {held.shape.back(), 1}});
+    };
     for (uint32_t r = 0; r < layouts.size(); ++r) {
       const Box half{{r == 0 ? 0 : rows / 2, 0}, {r == 0 ? rows / 2 : rows - rows / 2, 3}};
-      const Box box = r < 2 ? half : WholeBox(tensor.shape);
-      const auto index = static_cast<uint32_t>(layouts[r].tensors.size());
-      layouts[r].tensors.push_back(tensor);
-      layouts[r].pieces.push_back({index, box, RegionId(), 0, {3, 1}});
+      if (r < 2) {
+        add(tensor, half, &layouts[r]);
+        continue;
+      }
+      for (const TensorSpec& each : wanted) add(each, WholeBox(each.shape), &layouts[r]);
     }
   }
   for (uint32_t r = 0; r < 2; ++r) {

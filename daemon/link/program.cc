@@ -96,12 +96,18 @@ class PlanWriter {
     first->set_relay_node_streams(plan.relay.node_streams);
     first->set_relay_node_bytes(plan.relay.node_bytes);
     bytes_ = static_cast<int64_t>(first->ByteSizeLong());
-    for (const TensorSpec& tensor : plan.tensors) {
+    for (uint32_t i = 0; i < plan.tensors.size(); ++i) {
+      const TensorSpec& tensor = plan.tensors[i];
       v1::PeerPlan* message = Room(static_cast<int64_t>(tensor.name.size()) + 8 +
                                    kVarintBytes * static_cast<int64_t>(tensor.shape.size()));
       message->add_names(tensor.name);
       message->add_dtypes(ToProto(tensor.dtype));
       *message->add_shapes() = ToProto(tensor.shape);
+      if (tensor.derived == nullptr) continue;
+      v1::Derivation derivation = ToProto(*tensor.derived);
+      message = Room(static_cast<int64_t>(derivation.ByteSizeLong()) + kVarintBytes);
+      message->add_derived_tensors(i);
+      *message->add_derivations() = std::move(derivation);
     }
     for (const std::vector<uint32_t>& set : plan.node_sets) {
       v1::PeerPlan* message = Room(5 + 2 * static_cast<int64_t>(set.size()));
@@ -215,9 +221,18 @@ absl::Status ProgramDecoder::AddPlan(const v1::PeerPlan& message) {
 }
 
 absl::Status ProgramDecoder::AddTensors(const v1::PeerPlan& message) {
-  if (message.names_size() == 0 && message.dtypes_size() == 0 && message.shapes_size() == 0) {
-    return absl::OkStatus();
+  if (message.names_size() > 0 || message.dtypes_size() > 0 || message.shapes_size() > 0) {
+    REFITD_RETURN_IF_ERROR(AddNamed(message));
   }
+  REFITD_RETURN_IF_ERROR(SetDerived(message.derived_tensors(), message.derivations(),
+                                    "program.plan", &plan_->tensors));
+  for (const uint32_t tensor : message.derived_tensors()) {
+    REFITD_RETURN_IF_ERROR(ValidateDerived(plan_->tensors[tensor]));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ProgramDecoder::AddNamed(const v1::PeerPlan& message) {
   REFITD_ASSIGN_OR_RETURN(
       std::vector<TensorSpec> tensors,
       CheckManifest(message.names(), message.dtypes(), message.shapes(), "program.plan",

@@ -31,6 +31,7 @@ class ProgramDecoder {
   absl::Status Begin(const v1::PeerProgram& message);
   absl::Status AddPlan(const v1::PeerPlan& message);
   absl::Status AddTensors(const v1::PeerPlan& message);
+  absl::Status AddNamed(const v1::PeerPlan& message);
   absl::Status AddSets(const v1::PeerPlan& message);
   absl::Status AddRoutes(const v1::PeerPlan& message);
   absl::Status AddReplicas(const v1::PeerPlan& message);

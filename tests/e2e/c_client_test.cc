@@ -77,7 +77,7 @@ const refit_tensor kTensor = {"w", REFIT_FLOAT32, 1, kDims, 0, REFIT_WHOLE};
 
 void Register(refit_engine* engine, const refit_region* memory) {
   const refit_piece piece = {0, nullptr, nullptr, nullptr, memory, 0};
-  Ok(refit_engine_register(engine, &kTensor, 1, &piece, 1));
+  Ok(refit_engine_register(engine, &kTensor, 1, &piece, 1, nullptr, 0));
 }
 
 std::vector<float> ValuesOf(int64_t version) {

@@ -399,9 +399,11 @@ class Shards {
     region_.reset();
   }
   absl::Status Register() { return trainer_->Register(held_.layout); }
-  void Fill(int64_t version) {
-    const std::string image = ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model_,
-                                            BytesOf(model_, version));
+  void Fill(int64_t version) { Fill(BytesOf(model_, version)); }
+  // `tensors`: whole tensors' bytes, in the model's order.
+  void Fill(const std::vector<std::string>& tensors) {
+    const std::string image =
+        ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model_, tensors);
     image.copy(region_->data(), image.size());
   }
   char* Tensor(uint32_t tensor) {

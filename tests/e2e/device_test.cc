@@ -39,6 +39,7 @@
 #include "daemon/sockets/descriptor_socket.h"
 #include "daemon/sockets/process_watch.h"
 #include "daemon/test_util.h"
+#include "tests/e2e/derived_model.h"
 #include "tests/e2e/harness.h"
 #include "tests/e2e/raw_client.h"
 #include "tests/e2e/require.h"
@@ -844,9 +845,12 @@ class ClientEngine {
     thread_.join();
   }
   std::string Difference(const Model& model, int64_t version) const {
+    return Difference(model, BytesOf(model, version));
+  }
+  std::string Difference(const Model& model, const std::vector<std::string>& bytes) const {
     return e2e::Difference(
-        ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model, BytesOf(model, version)),
-        memory_, held_.layout);
+        ExpectedImage(EmptyImage(held_.region_bytes), held_.layout, model, bytes), memory_,
+        held_.layout);
   }
   const char* memory() const { return memory_; }
 
@@ -894,12 +898,16 @@ class ClientTrainer {
     REQUIRE(trainer_->Register(shards_.layout).ok());
   }
   void Refit(int64_t version) {
-    const std::string image = ExpectedImage(EmptyImage(shards_.region_bytes), shards_.layout,
-                                            model_, BytesOf(model_, version));
+    const absl::Status status = Refit(version, BytesOf(model_, version));
+    INFO(status);
+    REQUIRE(status.ok());
+  }
+  absl::Status Refit(int64_t version, const std::vector<std::string>& bytes,
+                     std::optional<Verification> verification = std::nullopt) {
+    const std::string image =
+        ExpectedImage(EmptyImage(shards_.region_bytes), shards_.layout, model_, bytes);
     std::memcpy(source_.data, image.data(), image.size());
-    const auto result = trainer_->Refit({.version = Version(version)});
-    INFO(result.status());
-    REQUIRE(result.ok());
+    return trainer_->Refit({.version = Version(version), .verification = verification}).status();
   }
   client::Trainer& trainer() { return *trainer_; }
 
@@ -948,6 +956,35 @@ TEST_CASE("compiled refits between GPUs through the client library, version afte
     { const ClientEngine last(&daemon, model, in); }  // what was kept is given up
     CHECK(Eventually(nothing_open));
   }
+}
+
+TEST_CASE("quantised weights are computed on the trainer's GPU, in place and into arenas") {
+  LocalDaemon daemon;
+  const DerivedModel model;
+  const auto arena = GENERATE(std::optional<SidesIn>(), std::optional(SidesIn::kDevice));
+  const ClientEngine engine(&daemon, model.served, arena);
+  ClientTrainer trainer(&daemon, model.trained);
+  int64_t version = 0;
+  for (const Verification verification :
+       {Verification::kReadback, Verification::kTransfer, Verification::kOff}) {
+    const std::vector<std::string> weights = model.Trained(++version);
+    const absl::Status status = trainer.Refit(version, weights, verification);
+    INFO(status);
+    REQUIRE(status.ok());
+    CHECK(engine.Difference(model.served, model.Served(weights)) == "");
+  }
+  std::vector<std::string> wrong = model.Trained(++version);
+  const uint16_t nan = 0x7fc0;
+  std::memcpy(&wrong[0][2 * (300 * 384 + 129)], &nan, sizeof(nan));
+  CHECK_THAT(std::string(trainer.Refit(version, wrong, Verification::kOff).message()),
+             Contains("tensor w, block from element [256, 128] on: NaN"));
+  // An engine with an arena has not seen it.
+  if (arena.has_value()) {
+    CHECK(engine.Difference(model.served, model.Served(model.Trained(version - 1))) == "");
+  }
+  const std::vector<std::string> good = model.Trained(++version);
+  CHECK(trainer.Refit(version, good).ok());
+  CHECK(engine.Difference(model.served, model.Served(good)) == "");
 }
 
 TEST_CASE("a version staged in host memory is copied to the GPU, and the one before comes back") {
@@ -1033,7 +1070,8 @@ TEST_CASE("compiled refits between GPUs through the C interface") {
   CHECK(refit_region_bytes(parameters) == engine_bytes);
   std::memcpy(memory, EmptyImage(held.region_bytes).data(), static_cast<size_t>(held.region_bytes));
   list(held, parameters);
-  ok(refit_engine_register(engine, tensors.data(), count(tensors), pieces.data(), count(pieces)));
+  ok(refit_engine_register(engine, tensors.data(), count(tensors), pieces.data(), count(pieces),
+                           nullptr, 0));
 
   connect.device = daemon.uuid(1).c_str();
   auto trainer_options = Initialised<refit_trainer_options>();

@@ -1,8 +1,11 @@
 #include "transport/cuda/copy_interpreter.h"
 
+#include <algorithm>
 #include <array>
+#include <bit>
 
 #include "transport/cuda/copy_code.h"
+#include "transport/cuda/derive_code.h"
 
 namespace refitd {
 namespace {
@@ -36,12 +39,36 @@ copy_code::TaskSums Run(CopyKernel kernel, const CopyTask& task, uint32_t thread
 
 }  // namespace
 
+void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t threads) {
+  for (uint32_t block = 0; block < task.blocks; ++block) {
+    uint32_t most = 0;
+    for (uint32_t thread = 0; thread < threads; ++thread) {
+      most = std::max(most, derive_code::Most(task, block, thread, threads));
+    }
+    derive::BlockScale scale;
+    if (!derive_code::FindScale(task, most, &scale)) {
+      *launch.fault = std::max(*launch.fault, derive_code::FaultOf(task, block));
+      continue;
+    }
+    for (uint32_t thread = 0; thread < threads; ++thread) {
+      const uint64_t digest =
+          derive_code::Store(task, block, scale, kTable.data(), thread, threads);
+      Add(launch.stored_sums, task.sum, digest);
+      Add(launch.source_sums, task.proof_sum, digest);
+    }
+  }
+}
+
 void RunTasks(const CopyLaunch& launch, uint32_t threads) {
   while (true) {
     const uint32_t next = __atomic_fetch_add(launch.next_task, 1, __ATOMIC_RELAXED);
     if (next >= launch.task_count * launch.slices) return;
     CopyTask task = launch.tasks[next / launch.slices];
     const CopyKernel kernel = KernelOf(task);
+    if (kernel == CopyKernel::kDerive) {
+      RunDerive(std::bit_cast<DeriveTask>(task), launch, threads);
+      continue;
+    }
     if (kernel == CopyKernel::kPlain) {
       copy_code::CutSlice(&task, next % launch.slices, launch.slices);
     }

@@ -2,6 +2,8 @@
 #include "transport/cuda/copy_code.h"
 #include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_task.h"
+#include "transport/cuda/derive_code.h"
+#include "transport/cuda/derive_task.h"
 
 namespace refitd {
 namespace {
@@ -145,6 +147,55 @@ __device__ __forceinline__ void RunPlainTasks(const CopyLaunch& launch) {
   }
 }
 
+// Does what RunTasks does for DeriveTasks, one block of values after the other.
+__device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
+  constexpr uint32_t kCount = kThreads<CopyKernel::kDerive>;
+  __shared__ uint32_t table[copy_code::kTableWords];
+  __shared__ Turn turn;
+  __shared__ uint32_t most;
+  __shared__ float shared_scale[2];  // BlockScale::stored, factor
+  __shared__ bool has_scale;
+  const uint32_t thread = threadIdx.x;
+  if (thread < copy_code::kTableWords) table[thread] = copy_code::TableWord(thread);
+  while (true) {
+    __syncthreads();  // nobody reads the task before
+    if (thread == 0) turn.number = atomicAdd(launch.next_task, 1);
+    __syncthreads();
+    if (turn.number >= launch.task_count) return;
+    FetchTask(launch, turn.number, &turn);
+    __syncthreads();
+    const DeriveTask& task = *reinterpret_cast<const DeriveTask*>(turn.task);
+    uint64_t digest = 0;
+    for (uint32_t block = 0; block < task.blocks; ++block) {
+      if (thread == 0) most = 0;
+      __syncthreads();
+      if (task.kind != static_cast<uint8_t>(DerivedKind::kCast)) {
+        const uint32_t own = __reduce_max_sync(~0U, derive_code::Most(task, block, thread, kCount));
+        if (thread % 32 == 0) atomicMax(&most, own);
+        __syncthreads();
+      }
+      if (thread == 0) {
+        derive::BlockScale found;
+        has_scale = derive_code::FindScale(task, most, &found);
+        shared_scale[0] = found.stored;
+        shared_scale[1] = found.factor;
+        if (!has_scale) atomicMax(launch.fault, derive_code::FaultOf(task, block));
+      }
+      __syncthreads();
+      if (!has_scale) continue;
+      const derive::BlockScale scale = {
+          shared_scale[0], shared_scale[1],
+          derive::Divides(static_cast<DerivedKind>(task.kind))};
+      digest += derive_code::Store(task, block, scale, table, thread, kCount);
+    }
+    if (task.sum == kNoSum && task.proof_sum == kNoSum) continue;
+    const uint64_t sum = WarpSum(digest);
+    if (thread % 32 != 0) continue;
+    if (task.sum != kNoSum) atomicAdd(launch.stored_sums + task.sum, sum);
+    if (task.proof_sum != kNoSum) atomicAdd(launch.source_sums + task.proof_sum, sum);
+  }
+}
+
 }  // namespace
 
 #define REFITD_KERNEL(kernel, blocks) \
@@ -159,5 +210,7 @@ REFITD_KERNEL(kPlain, 1) refitd_copy_plain(CopyLaunch launch) { RunPlainTasks(la
 REFITD_KERNEL(kApart, 2) refitd_copy_apart(CopyLaunch launch) {
   RunTasks<CopyKernel::kApart>(launch);
 }
+
+REFITD_KERNEL(kDerive, 3) refitd_derive(CopyLaunch launch) { RunDeriveTasks(launch); }
 
 }  // namespace refitd

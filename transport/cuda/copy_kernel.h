@@ -18,10 +18,10 @@ namespace refitd {
 // By CopyKernel. A multiprocessor has registers for 512 threads. Two blocks of 256 are up to 17%
 // faster where tasks differ or only read, since one works while the other begins or ends a task;
 // one block of 512 is 5% faster where bytes are copied in order.
-inline constexpr std::array<int, kCopyKernels> kCopyThreads = {512, 256, 512, 256};
+inline constexpr std::array<int, kCopyKernels> kCopyThreads = {512, 256, 512, 256, 256};
 inline constexpr int kMostCopyThreads = 512;
 inline constexpr std::array<const char*, kCopyKernels> kCopyKernelNames = {
-    "refitd_copy", "refitd_copy_read", "refitd_copy_plain", "refitd_copy_apart"};
+    "refitd_copy", "refitd_copy_read", "refitd_copy_plain", "refitd_copy_apart", "refitd_derive"};
 
 // Returns a fat binary for cuModuleLoadData. It is empty if the project was built without nvcc.
 std::string_view CopyKernelImage();

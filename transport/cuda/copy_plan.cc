@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <limits>
 #include <map>
 #include <utility>
@@ -9,6 +10,7 @@
 #include "absl/container/inlined_vector.h"
 #include "transport/base/status.h"
 #include "transport/bound_moves.h"
+#include "transport/cuda/derive_plan.h"
 
 namespace refitd {
 namespace {
@@ -326,6 +328,12 @@ class DeviceQueues {
     copies.bytes.push_back(static_cast<size_t>(bytes));
     copied_ += bytes;
   }
+  // Tasks for the derive kernel are made here. `bytes`: what they store.
+  absl::Status AddDerived(int target, const DeriveMove& move, int64_t bytes) {
+    targets_[target].bytes += bytes;
+    bytes_ += bytes;
+    return AddDeriveTasks(move, kMaxDeviceTasks, &derived_);
+  }
   bool has_copies() const { return !copies_.empty(); }
   bool empty() const { return targets_.empty() && copies_.empty(); }
 
@@ -333,7 +341,7 @@ class DeviceQueues {
   // than kMaxDeviceTasks.
   int64_t CountTasks(int device, const CopyPlanOptions& options) const {
     const Sizes sizes = TaskSizes(device, options);
-    int64_t count = 0;
+    auto count = static_cast<int64_t>(derived_.size());
     for (const auto& [number, target] : targets_) {
       Cut cut(target, sizes);
       for (const Strip& strip : target.strips) {
@@ -366,6 +374,9 @@ class DeviceQueues {
                   queues.end());
     }
     TakeTurns(&queues, &result.tasks);
+    for (const DeriveTask& task : derived_) {
+      result.tasks.push_back(std::bit_cast<CopyTask>(task));
+    }
     REFITD_CHECK(result.tasks.size() == count);
     result.counts = SortByKernel(&result.tasks);
     if (sizes.local) result.slices = SlicesOf(result);
@@ -490,6 +501,7 @@ class DeviceQueues {
   }
 
   std::map<int, Target> targets_;
+  std::vector<DeriveTask> derived_;
   std::map<int, EngineCopies> copies_;  // by target
   int64_t copied_ = 0;                  // bytes of these copies
   int64_t bytes_ = 0;
@@ -589,6 +601,7 @@ class CopyPlanner {
                    sums);
     }
     sources_.resize(transfer_.source.size());
+    HoldPieces();
     destinations_.resize(bound.sums.size());
     for (const BoundMove& move : bound.moves) REFITD_RETURN_IF_ERROR(AddMove(move));
     if (transfer_.want_source_digests) {
@@ -604,10 +617,31 @@ class CopyPlanner {
   }
 
  private:
+  // What computed pieces are computed from, as pieces: these lie in memory.
+  void HoldPieces() {
+    for (const BoundPiece& piece : transfer_.source) {
+      if (piece.held == nullptr) continue;
+      held_.resize(transfer_.source.size());
+      const TensorSpec& from = piece.held->derivation->from;
+      held_[Number(piece)] = {from.dtype,
+                              from.shape,
+                              piece.held->box,
+                              piece.held->strides,
+                              const_cast<char*>(piece.held->data),  // NOLINT: it is only read
+                              from.name};
+    }
+  }
+  const BoundPiece& PlaceOf(const BoundPiece& source) const {
+    return source.held == nullptr ? source : held_[Number(source)];
+  }
+  size_t Number(const BoundPiece& source) const {
+    return static_cast<size_t>(&source - transfer_.source.data());
+  }
+
   absl::Status AddMove(const BoundMove& move) {
     Endpoint& source = SourceOf(*move.source);
     Endpoint& destination = destinations_[move.sum];
-    REFITD_ASSIGN_OR_RETURN(const int from, source.Device(*move.source, addresses_));
+    REFITD_ASSIGN_OR_RETURN(const int from, source.Device(PlaceOf(*move.source), addresses_));
     REFITD_ASSIGN_OR_RETURN(const int to, destination.Device(*move.destination, addresses_));
     if (to == CopyAddresses::kHostMemory) {
       return Error(absl::StatusCode::kUnimplemented,
@@ -616,11 +650,21 @@ class CopyPlanner {
     }
     const int device = from == CopyAddresses::kHostMemory ? to : from;
     REFITD_ASSIGN_OR_RETURN(const uint64_t source_address,
-                            source.On(device, *move.source, addresses_));
+                            source.On(device, PlaceOf(*move.source), addresses_));
     REFITD_ASSIGN_OR_RETURN(const uint64_t destination_address,
                             destination.On(device, *move.destination, addresses_));
     const CopyTask task = TaskOf(move, source_address, destination_address);
-    if (AddToEngine(device, to, move, task)) {
+    if (move.source->held != nullptr) {
+      const DeriveMove derived = {.source = move.source,
+                                  .piece = static_cast<uint32_t>(Number(*move.source)),
+                                  .box = move.box,
+                                  .held_address = source_address,
+                                  .destination = task.destination,
+                                  .destination_strides = move.destination->strides,
+                                  .sum = task.sum,
+                                  .proof_sum = task.proof_sum};
+      REFITD_RETURN_IF_ERROR(devices_[device].AddDerived(to, derived, BytesOf(move)));
+    } else if (AddToEngine(device, to, move, task)) {
       if (task.proof_sum != kNoSum) {
         const Strip pass = SourcePass(*move.source, *move.box, source_address, move.sum);
         REFITD_RETURN_IF_ERROR(CheckStrip(pass, *move.source, options_));
@@ -666,6 +710,10 @@ class CopyPlanner {
     return true;
   }
 
+  static int64_t BytesOf(const BoundMove& move) {
+    return ElementCount(*move.box) * ElementBytes(move.destination->dtype);
+  }
+
   bool ReadbackNow(const BoundMove& move) const {
     return verification_ == Verification::kReadback &&
            move.destination_index < transfer_.readback_now.size() &&
@@ -678,9 +726,20 @@ class CopyPlanner {
     for (size_t i = 0; i < transfer_.source.size(); ++i) {
       const BoundPiece& piece = transfer_.source[i];
       if (ElementCount(piece.box) <= 0) continue;
-      REFITD_ASSIGN_OR_RETURN(const int home, sources_[i].Device(piece, addresses_));
+      REFITD_ASSIGN_OR_RETURN(const int home, sources_[i].Device(PlaceOf(piece), addresses_));
       const int device = home == CopyAddresses::kHostMemory ? spare : home;
-      REFITD_ASSIGN_OR_RETURN(const uint64_t address, sources_[i].On(device, piece, addresses_));
+      REFITD_ASSIGN_OR_RETURN(const uint64_t address,
+                              sources_[i].On(device, PlaceOf(piece), addresses_));
+      if (piece.held != nullptr) {
+        const DeriveMove digest = {.source = &piece,
+                                   .piece = static_cast<uint32_t>(i),
+                                   .box = &piece.box,
+                                   .held_address = address,
+                                   .proof_sum = static_cast<uint32_t>(first_sum + i)};
+        REFITD_RETURN_IF_ERROR(devices_[device].AddDerived(
+            device, digest, ElementCount(piece.box) * ElementBytes(piece.dtype)));
+        continue;
+      }
       const Strip pass = SourcePass(piece, piece.box, address, first_sum + i);
       REFITD_RETURN_IF_ERROR(CheckStrip(pass, piece, options_));
       devices_[device].Add(device, pass);
@@ -697,6 +756,7 @@ class CopyPlanner {
   CopyAddresses* const addresses_;
   const CopyPlanOptions options_;
   std::vector<Endpoint> sources_;       // per source piece
+  std::vector<BoundPiece> held_;        // per source piece, if any is computed
   std::vector<Endpoint> destinations_;  // per sum: destination pieces that are written
   Devices devices_;
   Devices readback_;

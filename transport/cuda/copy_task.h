@@ -36,8 +36,8 @@ struct alignas(16) CopyTask {
   uint32_t run = 0;                           // elements
   // Slowest first; a box of fewer dimensions uses the last ones.
   uint16_t count[kTaskDims] = {1, 1, 1};
-  uint8_t element_bytes = 1;  // 1, 2 or 4; 8-byte elements are two of 4 bytes
-  uint8_t unused = 0;
+  uint8_t element_bytes = 1;    // 1, 2 or 4; 8-byte elements are two of 4 bytes
+  uint8_t derived = 0;          // not 0: this is a DeriveTask (derive_task.h)
   uint32_t sum = kNoSum;        // of what is stored; kNoSum: not digested
   uint32_t proof_sum = kNoSum;  // of the source pass
 };
@@ -55,12 +55,14 @@ constexpr bool LiesApart(const CopyTask& task) {
 }
 
 // Each task is for one kernel: kApart has those that lie apart; of the others, kPlain has those
-// without digests, kRead those that store nothing, kRuns the rest. The code of one kernel would
-// take registers from another: a kernel for two of them loads fewer vectors at once, or spills.
-enum class CopyKernel : uint8_t { kRuns, kRead, kPlain, kApart };
-inline constexpr int kCopyKernels = 4;
+// without digests, kRead those that store nothing, kRuns the rest. kDerive has the DeriveTasks. The
+// code of one kernel would take registers from another: a kernel for two of them loads fewer
+// vectors at once, or spills.
+enum class CopyKernel : uint8_t { kRuns, kRead, kPlain, kApart, kDerive };
+inline constexpr int kCopyKernels = 5;
 
 constexpr CopyKernel KernelOf(const CopyTask& task) {
+  if (task.derived != 0) return CopyKernel::kDerive;
   if (LiesApart(task)) return CopyKernel::kApart;
   const bool digested = task.sum != kNoSum || task.proof_sum != kNoSum;
   if (!digested) return CopyKernel::kPlain;
@@ -81,6 +83,7 @@ struct CopyLaunch {
   // The address of sum 0, even if this device lacks it (SumRange); the sums are zeroed before.
   unsigned long long* stored_sums = nullptr;
   unsigned long long* source_sums = nullptr;
+  unsigned long long* fault = nullptr;  // kDerive: zero at the launch (FaultOf in derive_task.h)
 };
 
 }  // namespace refitd

@@ -22,6 +22,7 @@
 #include "transport/cuda/call_watch.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/copy_task.h"
+#include "transport/cuda/derive_plan.h"
 #include "transport/cuda/device_queue.h"
 #include "transport/cuda/nccl/broadcast.h"
 #include "transport/cuda/plan_thread.h"
@@ -47,8 +48,10 @@ constexpr size_t kCopiesACall = 64;
 constexpr int64_t kAlign = 256;
 int64_t AlignUp(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 
-// The counters, `next_task` of each kernel, come before the sums.
-constexpr int64_t kCounterBytes = 16;
+// The counters, `next_task` of each kernel, come before the fault (CopyLaunch::fault), and this
+// before the sums. What comes back to the host begins with the fault.
+constexpr int64_t kFaultAt = 24;
+constexpr int64_t kSumsAt = 32;
 
 int64_t PieceSpan(const BoundPiece& piece) {
   if (piece.box.extent.size() != piece.strides.size() || ElementCount(piece.box) == 0) return 0;
@@ -368,6 +371,7 @@ struct HostPrepared : PreparedTransfer {
 struct Sums {
   std::vector<uint64_t> stored;
   std::vector<uint64_t> source;
+  uint64_t fault = 0;  // the greatest that a device left
 };
 
 // One run of a plan: jobs on several devices, in one or two phases. Kept by its jobs.
@@ -403,11 +407,13 @@ class Run : public std::enable_shared_from_this<Run> {
   // Called when the transport ends and a device has not ended its job.
   void Fail(const absl::Status& status) { FinishOnce(status, /*ended=*/false); }
 
-  // Adds the results of one device: those of its tasks' sums, then those of their source passes.
+  // Adds the results of one device: its fault, those of its tasks' sums, then those of their source
+  // passes.
   // The source passes of a readback take the place of the stored sums (copy_plan.h).
   void Add(const DeviceTasks& tasks, bool readback, const unsigned long long* results) {
     MutexLock lock(&mutex_);
     MakeSums();
+    sums_.fault = std::max(sums_.fault, uint64_t{*results++});
     const auto add = [&results](const SumRange& range, std::vector<uint64_t>* sums) {
       for (uint32_t i = 0; i < range.count; ++i) (*sums)[range.first + i] += *results++;
     };
@@ -521,6 +527,11 @@ class ShareJob : public DeviceJob {
     return (int64_t{part_.tasks->sums.count} + part_.tasks->proof_sums.count) *
            static_cast<int64_t>(sizeof(uint64_t));
   }
+  // What comes back to the host; 0: nothing.
+  int64_t ResultBytes() const {
+    const bool faults = part_.tasks->counts[static_cast<size_t>(CopyKernel::kDerive)] > 0;
+    return SumBytes() > 0 || faults ? kSumsAt - kFaultAt + SumBytes() : 0;
+  }
   static int64_t PinnedFor(int64_t bytes) { return bytes <= kMaxPinnedUpload ? AlignUp(bytes) : 0; }
 
   absl::Status TakeBuffers() {
@@ -530,9 +541,9 @@ class ShareJob : public DeviceJob {
       for (const HostUpload& upload : *part_.uploads) pinned += PinnedFor(upload.bytes);
     }
     if (kernel && !part_.uploaded) pinned += PinnedFor(TaskBytes());
-    if (kernel && SumBytes() > 0) {
+    if (kernel && ResultBytes() > 0) {
       results_at_ = pinned;
-      pinned += SumBytes();
+      pinned += ResultBytes();
     }
     if (pinned > 0) {
       REFITD_ASSIGN_OR_RETURN(pinned_, queue_->pinned()->Take(pinned));
@@ -541,7 +552,7 @@ class ShareJob : public DeviceJob {
     if (part_.memory.empty()) {
       REFITD_ASSIGN_OR_RETURN(part_.memory, queue_->memory()->Take(TaskBytes()));
     }
-    REFITD_ASSIGN_OR_RETURN(scratch_, queue_->memory()->Take(kCounterBytes + SumBytes()));
+    REFITD_ASSIGN_OR_RETURN(scratch_, queue_->memory()->Take(kSumsAt + SumBytes()));
     return absl::OkStatus();
   }
 
@@ -565,7 +576,7 @@ class ShareJob : public DeviceJob {
       part_.uploaded = true;
     }
     REFITD_RETURN_IF_ERROR(REFITD_CUDA_CALL(api, cuMemsetD8Async, scratch_.address(), 0,
-                                            static_cast<size_t>(kCounterBytes + SumBytes()),
+                                            static_cast<size_t>(kSumsAt + SumBytes()),
                                             streams->main));
     if (run_->after() != nullptr) {
       REFITD_RETURN_IF_ERROR(run_->after()->Wait(part_.tasks->device, streams->main));
@@ -583,7 +594,7 @@ class ShareJob : public DeviceJob {
     }
     if (results_at_ < 0) return absl::OkStatus();
     return REFITD_CUDA_CALL(api, cuMemcpyDtoHAsync, pinned_.host() + results_at_,
-                            scratch_.address() + kCounterBytes, static_cast<size_t>(SumBytes()),
+                            scratch_.address() + kFaultAt, static_cast<size_t>(ResultBytes()),
                             streams->main);
   }
 
@@ -608,14 +619,15 @@ class ShareJob : public DeviceJob {
     launch.task_count = static_cast<uint32_t>(part_.tasks->counts[static_cast<size_t>(kernel)]);
     if (kernel == CopyKernel::kPlain) launch.slices = part_.tasks->slices;
     // Each kernel has a counter of its own.
-    static_assert(kCopyKernels * sizeof(uint32_t) <= kCounterBytes);
+    static_assert(kCopyKernels * sizeof(uint32_t) <= kFaultAt);
     launch.next_task =
         reinterpret_cast<uint32_t*>(scratch_.address()) + static_cast<size_t>(kernel);
     // Tasks index the sums of all devices; only this device's are there.
     const auto sums_from = [](uint64_t address, const SumRange& range) {
       return reinterpret_cast<unsigned long long*>(address - range.first * sizeof(uint64_t));
     };
-    const uint64_t sums = scratch_.address() + kCounterBytes;
+    const uint64_t sums = scratch_.address() + kSumsAt;
+    launch.fault = reinterpret_cast<unsigned long long*>(scratch_.address() + kFaultAt);
     launch.stored_sums = sums_from(sums, part_.tasks->sums);
     launch.source_sums =
         sums_from(sums + part_.tasks->sums.count * sizeof(uint64_t), part_.tasks->proof_sums);
@@ -712,6 +724,7 @@ class TransferRun : public Run {
     TransferResult result;
     result.status = std::move(status);
     result.bytes_written = planned().plan.bytes;
+    if (result.status.ok() && sums.fault != 0) result.status = FaultOf(sums.fault);
     if (result.status.ok()) Verify(sums, &result);
     if (transfer().want_source_digests && !sums.source.empty()) {
       const auto own = static_cast<std::ptrdiff_t>(planned().plan.sums.size());
@@ -722,6 +735,15 @@ class TransferRun : public Run {
     if (ended) call_.prepared.reset();
     const auto done = std::move(call_.done);
     done(std::move(result));
+  }
+
+  absl::Status FaultOf(uint64_t fault) const {
+    const BoundPiece& piece = transfer().source[(fault >> 32) - 1];
+    const Derivation& derivation = *piece.held->derivation;
+    const Dims element = ElementAt(derivation, static_cast<uint32_t>(fault));
+    return Prefixed(
+        NoResult(derivation, fmt::format("block from element [{}] on", fmt::join(element, ", "))),
+        "{}", label());
   }
 
   // P1: the digests of two passes over memory must agree.

@@ -11,6 +11,7 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/bound_moves.h"
+#include "transport/derive/derive.h"
 #include "transport/host/box_copy.h"
 #include "transport/host/worker_threads.h"
 
@@ -82,6 +83,33 @@ void Cut(const Box& box, int64_t element_bytes, int64_t most_bytes, Add add) {
   }
 }
 
+// Cuts a box of a piece into chunks. A box that is computed is cut between blocks, so that each
+// block is read for one chunk, and into parts that are computed from at most kChunkBytes, or from
+// one block.
+template <typename Add>
+void CutPiece(const BoundPiece& piece, const Box& box, Add add) {
+  if (piece.held == nullptr) return Cut(box, ElementBytes(piece.dtype), kChunkBytes, add);
+  const Derivation& derivation = *piece.held->derivation;
+  const bool scales = derivation.role == DerivedRole::kScales;
+  const Dims block = BlockOf(derivation);
+  int64_t block_bytes = ElementBytes(derivation.from.dtype);
+  Box blocks = box;
+  for (size_t d = 0; d < block.size(); ++d) {
+    block_bytes *= block[d];
+    if (scales) continue;
+    blocks.offset[d] = box.offset[d] / block[d];
+    blocks.extent[d] = (box.offset[d] + box.extent[d] + block[d] - 1) / block[d] - blocks.offset[d];
+  }
+  Cut(blocks, block_bytes, std::max(kChunkBytes, block_bytes), [&](Box chunk) {
+    if (scales) return add(chunk);
+    for (size_t d = 0; d < block.size(); ++d) {
+      chunk.offset[d] *= block[d];
+      chunk.extent[d] *= block[d];
+    }
+    if (const std::optional<Box> inside = Intersect(chunk, box); inside.has_value()) add(*inside);
+  });
+}
+
 // Keeps only the failure with the lowest position, so that the message does not depend on timing.
 class FirstFailure {
  public:
@@ -125,7 +153,7 @@ struct CopyPlan {
 void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
   const std::vector<BoundMove>& moves = plan->bound.moves;
   const auto add = [plan](const BoundPiece* source, size_t first, size_t last, const Box& whole) {
-    Cut(whole, ElementBytes(source->dtype), kChunkBytes, [&](const Box& box) {
+    CutPiece(*source, whole, [&](const Box& box) {
       plan->chunks.push_back(
           {.source = source, .first_move = first, .last_move = last, .box = box});
     });
@@ -220,6 +248,7 @@ class CopyTask : public WorkTask {
 
   void Run(int64_t unit) override {
     const Chunk& chunk = plan_.chunks[static_cast<size_t>(unit)];
+    if (chunk.source->held != nullptr) return RunComputed(unit, chunk);
     const BoundPiece& source = *chunk.source;
     const int64_t element_bytes = ElementBytes(source.dtype);
     const auto moves =
@@ -228,23 +257,58 @@ class CopyTask : public WorkTask {
     const bool stream = ElementCount(chunk.box) * element_bytes >= kStreamingBytes;
     const StoreMode mode = stream ? StoreMode::kStreaming : StoreMode::kCached;
     Cut(chunk.box, element_bytes, block_bytes, [&](const Box& block) {
-      SourcePass pass(source);
-      for (size_t i = chunk.first_move; i < chunk.last_move; ++i) {
-        const BoundMove& move = plan_.bound.moves[i];
-        const std::optional<Box> box = Intersect(*move.box, block);
-        if (box.has_value()) CopyAndVerify(unit, {move, *box, mode, block_bytes}, &pass);
-      }
-      if (source_sums_.empty()) return;
-      // This comes after the moves: if a move took the whole block, its digest is known already.
-      source_sums_[static_cast<size_t>(&source - transfer_.source.data())].fetch_add(
-          pass.Digest(block), std::memory_order_relaxed);
+      RunBlock(unit, source, block, {.mode = mode, .block_bytes = block_bytes});
     });
     if (stream) DigestStoreFence();
+  }
+
+  // Computes the chunk, then copies the result as any block.
+  void RunComputed(int64_t unit, const Chunk& chunk) {
+    const BoundPiece& piece = *chunk.source;
+    thread_local std::vector<char> computed;
+    computed.resize(static_cast<size_t>(ElementCount(chunk.box) * ElementBytes(piece.dtype)));
+    if (const std::optional<Dims> fault =
+            Derive(*piece.held, piece.dtype, chunk.box, computed.data());
+        fault.has_value()) {
+      failure_.Offer(unit, -1,
+                     Prefixed(NoResult(*piece.held->derivation,
+                                       fmt::format("element [{}]", fmt::join(*fault, ", "))),
+                              "{}", label_));
+      return;
+    }
+    const BoundPiece source{piece.dtype,     piece.shape,
+                            chunk.box,       RowMajorStrides(chunk.box.extent),
+                            computed.data(), piece.name};
+    RunBlock(unit, source, chunk.box, {});
+    DigestStoreFence();
+  }
+
+  struct BlockOptions {
+    StoreMode mode = StoreMode::kCached;
+    int64_t block_bytes = 0;
+  };
+
+  // Does the moves' parts in a block of a chunk. `source`: where the block lies.
+  void RunBlock(int64_t unit, const BoundPiece& source, const Box& block,
+                const BlockOptions& options) {
+    const Chunk& chunk = plan_.chunks[static_cast<size_t>(unit)];
+    SourcePass pass(source);
+    for (size_t i = chunk.first_move; i < chunk.last_move; ++i) {
+      const BoundMove& move = plan_.bound.moves[i];
+      const std::optional<Box> box = Intersect(*move.box, block);
+      if (!box.has_value()) continue;
+      CopyAndVerify(unit, {move, source, *box, options.mode, options.block_bytes}, &pass);
+    }
+    if (source_sums_.empty()) return;
+    // This comes after the moves: if a move took the whole block, its digest is known already.
+    source_sums_[static_cast<size_t>(chunk.source - transfer_.source.data())].fetch_add(
+        pass.Digest(block), std::memory_order_relaxed);
   }
 
   // The part of a move that lies in one block.
   struct Part {
     const BoundMove& move;
+    const BoundPiece& source;  // the move's, or what was computed of it
     const Box& box;
     StoreMode mode;
     int64_t block_bytes;
@@ -283,7 +347,7 @@ class CopyTask : public WorkTask {
   // else they are digested in a pass before the copy.
   uint64_t CopyForReadback(const Part& part, SourcePass* pass) {
     const std::optional<uint64_t> known = pass->Known(part.box);
-    if (!known.has_value() && SourceAddress(part) == AddressOf(*part.move.source, part.box)) {
+    if (!known.has_value() && SourceAddress(part) == AddressOf(part.source, part.box)) {
       const uint64_t digest = Copy(part, {.with_digest = true, .mode = part.mode});
       pass->Remember(part.box, digest);
       return digest;
@@ -293,15 +357,17 @@ class CopyTask : public WorkTask {
     return digest;
   }
 
-  // Returns the address from which the program reads the part.
+  // Returns the address from which the program reads the part. What is computed has one place only
+  // (BindMoves).
   static const char* SourceAddress(const Part& part) {
+    if (part.move.source->held != nullptr) return AddressOf(part.source, part.box);
     return part.move.from_address() + ByteDistance(part.box, *part.move.box,
                                                    part.move.source->strides,
                                                    ElementBytes(part.move.source->dtype));
   }
 
   uint64_t Copy(const Part& part, const BoxCopyOptions& options) {
-    const BoundPiece& source = *part.move.source;
+    const BoundPiece& source = part.source;
     const Dims& to_strides = part.move.destination->strides;
     const int64_t element_bytes = ElementBytes(source.dtype);
     char* const to =

@@ -14,6 +14,7 @@
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/base/utf8.h"
+#include "transport/plan/derived.h"
 #include "transport/plan/strided_bytes.h"
 
 namespace refitd {
@@ -474,6 +475,7 @@ absl::Status ValidateTensors(const std::vector<TensorSpec>& tensors) {
   names.reserve(tensors.size());
   for (const TensorSpec& tensor : tensors) {
     REFITD_RETURN_IF_ERROR(ValidateTensor(tensor));
+    if (tensor.derived != nullptr) REFITD_RETURN_IF_ERROR(ValidateDerived(tensor));
     if (!names.insert(tensor.name).second) {
       return AboutTensor(Invalid("tensor {}: declared twice", tensor.name), tensor.name);
     }
@@ -600,6 +602,12 @@ absl::StatusOr<DType> DTypeFromProto(int value) {
 }
 
 // ---- tensors and boxes ----
+
+bool TensorSpec::operator==(const TensorSpec& other) const {
+  return name == other.name && dtype == other.dtype && shape == other.shape &&
+         (derived == other.derived ||
+          (derived != nullptr && other.derived != nullptr && *derived == *other.derived));
+}
 
 std::string ToString(DType dtype, const Dims& shape) {
   return fmt::format("{} {}", DTypeName(dtype), ToString(shape));
@@ -756,6 +764,11 @@ uint64_t TensorHash(const TensorSpec& tensor) {
   chain.Add(static_cast<uint64_t>(tensor.dtype));
   chain.Add(tensor.shape.size());
   chain.Add(tensor.shape);
+  if (tensor.derived != nullptr) {
+    chain.Add(TensorHash(tensor.derived->from));
+    chain.Add(static_cast<uint64_t>(tensor.derived->kind));
+    chain.Add(static_cast<uint64_t>(tensor.derived->role));
+  }
   return chain.hash();
 }
 
@@ -868,6 +881,7 @@ absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_byte
     }
   }
   if (!destination) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckScalesOfDerived(layout.tensors));
   REFITD_RETURN_IF_ERROR(ValidateTies(layout));
   REFITD_RETURN_IF_ERROR(ValidateDisjointBoxes(layout));
   return MemoryOverlap(layout).Check();

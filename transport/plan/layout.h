@@ -64,11 +64,16 @@ inline constexpr int64_t kMaxBacksPerLayout = 4096;  // as many regions as a mem
 
 using Dims = absl::InlinedVector<int64_t, 4>;
 
+struct Derivation;
+
 struct TensorSpec {
   std::string name;
   DType dtype = DType::kUint8;
   Dims shape;  // elements; empty: a scalar
-  bool operator==(const TensorSpec&) const = default;
+  // How refits compute the tensor from one that trainers hold (derived.h). Null: it is moved as
+  // trainers hold it.
+  std::shared_ptr<const Derivation> derived = nullptr;
+  bool operator==(const TensorSpec& other) const;
 };
 
 // Returns a text such as "bfloat16 [1024, 3072]".
@@ -106,6 +111,8 @@ int64_t FirstIndex(const Box& box, const Dims& shape);
 // boxes in ascending order. The range must lie inside the shape.
 std::vector<Box> BoxesOfRange(const Dims& shape, int64_t start, int64_t count);
 
+inline constexpr uint32_t kNotComputed = ~uint32_t{0};
+
 // One box of one tensor, and where it lies in a region.
 struct Piece {
   uint32_t tensor = 0;  // index into the layout's tensors
@@ -115,6 +122,9 @@ struct Piece {
       0;  // of the box's first element, from the region's start; a multiple of the element size
   Dims strides;  // in elements, one for each dimension, each >= 0; always filled in
                  // (RowMajorStrides(box.extent) where dense)
+  // Planners only (WithDerived in derived.h): the index of the layout's piece from which this box
+  // is computed. The box then lies nowhere; offset and strides are those of a dense box at 0.
+  uint32_t computed_from = kNotComputed;
   bool operator==(const Piece&) const = default;
 };
 
@@ -136,7 +146,7 @@ class HashChain {
   uint64_t hash_;
 };
 
-// The hash of a tensor's name, dtype and shape, as Layout::Digest defines it.
+// The hash of a tensor's name, dtype, shape and derivation, as Layout::Digest defines it.
 uint64_t TensorHash(const TensorSpec& tensor);
 
 // The odd number by which ContentDigest multiplies the digests of a tensor's elements.
@@ -213,7 +223,8 @@ struct Layout {
   // on the order of tensors and pieces, on regions, byte offsets or the binding generation. The
   // layout must be valid. All arithmetic modulo 2^64:
   //   tensor hash = HashChain from the 64-bit FNV-1a hash of the name over: length of the name,
-  //     dtype's wire value, rank, dims of the shape.
+  //     dtype's wire value, rank, dims of the shape; of a derived tensor then the tensor hash of
+  //     what it is derived from, and the wire values of kind and role.
   //   piece hash = HashChain from its tensor's hash over: offsets, extents, strides.
   //   digest = sum of all tensor hashes and all piece hashes.
   uint64_t Digest() const;
@@ -231,12 +242,13 @@ using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 
 // Checks a layout completely: tensors are valid and uniquely named, boxes lie inside their tensors,
 // strides have the right rank, storage lies inside its region and is aligned to the element size.
-// With `destination` also: boxes of one tensor are disjoint, and no two pieces share memory (so
-// that every element is written exactly once); spans may interleave, as column slices of one matrix
-// do; a tied tensor has no pieces and the dtype and shape of one that is not tied. Errors name
-// tensor, field and value: NOT_FOUND unknown region; RESOURCE_EXHAUSTED more tensors or pieces than
-// a layout may have; else INVALID_ARGUMENT, also if proving that pieces are disjoint takes more
-// work than a limit that layouts of real models don't come near.
+// With `destination` also: the values of derived tensors have their scales; boxes of one tensor are
+// disjoint, and no two pieces share memory (so that every element is written exactly once); spans
+// may interleave, as column slices of one matrix do; a tied tensor has no pieces and the dtype and
+// shape of one that is not tied. Errors name tensor, field and value: NOT_FOUND unknown region;
+// RESOURCE_EXHAUSTED more tensors or pieces than a layout may have; else INVALID_ARGUMENT, also if
+// proving that pieces are disjoint takes more work than a limit that layouts of real models don't
+// come near.
 absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_bytes,
                             bool destination);
 // Checks the layout's backs: every region that a piece names has one of as many bytes, no region

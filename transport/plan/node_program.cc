@@ -14,6 +14,7 @@
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
+#include "transport/plan/derived.h"
 
 namespace refitd {
 namespace {
@@ -64,8 +65,13 @@ class Builder {
       in_set_.push_back(std::find(nodes.begin(), nodes.end(), program_.node) != nodes.end());
     }
     NumberTensors();
-    REFITD_ASSIGN_OR_RETURN(source_pieces_, Collect("source", program_.sources));
-    REFITD_ASSIGN_OR_RETURN(destination_pieces_, Collect("destination", program_.destinations));
+    REFITD_RETURN_IF_ERROR(AddDerived());
+    std::vector<std::shared_ptr<const Layout>> layouts;
+    for (const LocalMember& member : program_.destinations) layouts.push_back(member.layout);
+    REFITD_ASSIGN_OR_RETURN(source_pieces_,
+                            Collect("source", program_.sources, program_.source_layouts));
+    REFITD_ASSIGN_OR_RETURN(destination_pieces_,
+                            Collect("destination", program_.destinations, layouts));
     program_.destination_bytes.assign(program_.destinations.size(), 0);
     for (size_t begin = 0, end = 0; begin < plan_.routes.size(); begin = end) {
       const uint32_t tensor = plan_.routes[begin].tensor;
@@ -121,12 +127,28 @@ class Builder {
     for (uint32_t t = 0; t < plan_.tensors.size(); ++t) by_name_.emplace(plan_.tensors[t].name, t);
   }
 
+  // Ranks with one layout object have one afterwards.
+  absl::Status AddDerived() {
+    const DerivedTensors derived(plan_.tensors);
+    absl::flat_hash_map<const Layout*, std::shared_ptr<const Layout>> known;
+    for (const LocalMember& member : program_.sources) {
+      std::shared_ptr<const Layout>& layout = known[member.layout.get()];
+      if (layout == nullptr) {
+        REFITD_ASSIGN_OR_RETURN(layout, WithDerived(member.layout, derived));
+      }
+      program_.source_layouts.push_back(layout);
+    }
+    return absl::OkStatus();
+  }
+
+  // `layouts`: of the members.
   absl::StatusOr<LocalPieces> Collect(std::string_view side,
-                                      const std::vector<LocalMember>& members) {
+                                      const std::vector<LocalMember>& members,
+                                      const std::vector<std::shared_ptr<const Layout>>& layouts) {
     differs_.resize(plan_.tensors.size());
     std::vector<std::vector<uint32_t>> tensor_of;
-    for (const LocalMember& member : members) {
-      const std::vector<TensorSpec>& tensors = member.layout->tensors;
+    for (size_t m = 0; m < members.size(); ++m) {
+      const std::vector<TensorSpec>& tensors = layouts[m]->tensors;
       std::vector<uint32_t> ids;
       ids.reserve(tensors.size());
       for (size_t i = 0; i < tensors.size(); ++i) {
@@ -140,7 +162,7 @@ class Builder {
           if (found == by_name_.end()) {
             return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
                                      "tensor {}: {} {} has it, the plan does not", tensors[i].name,
-                                     side, member.rank),
+                                     side, members[m].rank),
                                tensors[i].name);
           }
           id = found->second;
@@ -151,9 +173,9 @@ class Builder {
       tensor_of.push_back(std::move(ids));
     }
     const auto for_each = [&](const auto& visit) {
-      for (uint32_t m = 0; m < members.size(); ++m) {
-        for (uint32_t p = 0; p < members[m].layout->pieces.size(); ++p) {
-          const Piece& piece = members[m].layout->pieces[p];
+      for (uint32_t m = 0; m < layouts.size(); ++m) {
+        for (uint32_t p = 0; p < layouts[m]->pieces.size(); ++p) {
+          const Piece& piece = layouts[m]->pieces[p];
           if (!IsEmpty(piece.box)) visit(tensor_of[m][piece.tensor], Entry{m, p});
         }
       }
@@ -162,7 +184,7 @@ class Builder {
   }
 
   const Piece& SourcePiece(Entry entry) const {
-    return program_.sources[entry.member].layout->pieces[entry.piece];
+    return program_.source_layouts[entry.member]->pieces[entry.piece];
   }
   const Piece& DestinationPiece(Entry entry) const {
     return program_.destinations[entry.member].layout->pieces[entry.piece];
@@ -732,7 +754,7 @@ void NodeProgram::AddPack(const Placed& placed, RoundLeg* leg) const {
   ForEachBox(stream, placed.begin, placed.begin + placed.bytes,
              [&](const Section& section, Box& box, int64_t in_stream) {
                const int64_t at = placed.leg_offset + in_stream;
-               const Piece& piece = sources[section.member].layout->pieces[section.piece];
+               const Piece& piece = source_layouts[section.member]->pieces[section.piece];
                ChunkMove& move = leg->pack.emplace_back();
                move.chunk_box = static_cast<uint32_t>(leg->sent.size());
                leg->sent.push_back({placed.stream, IndexOf(stream, section), box, at});

@@ -172,6 +172,9 @@ class NodeProgram {
   uint32_t node = 0;
   std::vector<LocalMember> sources;
   std::vector<LocalMember> destinations;
+  // Of each source: its layout with the tensors that the plan derives from it (WithDerived). Pieces
+  // of sources, here and in the streams, are indices into these.
+  std::vector<std::shared_ptr<const Layout>> source_layouts;
   // Moves from local sources to local destinations, by indices into the lists above; their order
   // and digest are those of plan.h.
   MovePlan local;

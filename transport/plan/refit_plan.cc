@@ -19,6 +19,7 @@
 #include "transport/plan/block_scales.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
+#include "transport/plan/derived.h"
 
 namespace refitd {
 namespace {
@@ -380,7 +381,8 @@ RefitContent ContentOf(const std::vector<RouteMember>& sources,
     if (layout == nullptr || !seen.insert(layout).second) continue;
     for (const Piece& piece : layout->pieces) {
       if (IsEmpty(piece.box)) continue;
-      const auto place = places.find(layout->tensors[piece.tensor].name);
+      const TensorSpec& tensor = layout->tensors[piece.tensor];
+      const auto place = places.find(NameAtSource(tensor));
       if (place != places.end()) tensors[place->second].wanted = true;
     }
   }

@@ -16,6 +16,7 @@
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
+#include "transport/plan/derived.h"
 #include "transport/plan/name_advice.h"
 #include "transport/plan/name_patterns.h"
 
@@ -204,6 +205,7 @@ class Router {
 
   absl::StatusOr<RoutePlan> Run() {
     REFITD_RETURN_IF_ERROR(CollectMembers());
+    REFITD_RETURN_IF_ERROR(AddDerived());
     NumberTensors();
     // Ranks' layouts that name few tensors each may name too many together.
     const auto tensors = static_cast<int64_t>(plan_.tensors.size());
@@ -255,6 +257,20 @@ class Router {
       }
     }
     ClearLoads();
+    return absl::OkStatus();
+  }
+
+  // Gives sources what engines derive from their tensors.
+  absl::Status AddDerived() {
+    const DerivedTensors derived(destinations_.layouts);
+    if (derived.empty()) return absl::OkStatus();
+    for (uint32_t l = 0; l < sources_.layouts.size(); ++l) {
+      REFITD_ASSIGN_OR_RETURN(
+          std::shared_ptr<const Layout> more,
+          WithDerived(source_members_[sources_.members[l].front()].layout, derived));
+      sources_.layouts[l] = more.get();
+      computing_.push_back(std::move(more));
+    }
     return absl::OkStatus();
   }
 
@@ -335,11 +351,17 @@ class Router {
       plan_.tensors.push_back(*specs[order[t]]);
     }
     for (Side* side : {&sources_, &destinations_}) {
-      for (Ids& ids : side->tensor_of) {
+      for (uint32_t l = 0; l < side->tensor_of.size(); ++l) {
         std::vector<bool>& declared = side->declared.emplace_back(order.size(), false);
-        for (uint32_t& id : ids) {
+        for (size_t i = 0; i < side->tensor_of[l].size(); ++i) {
+          uint32_t& id = side->tensor_of[l][i];
           id = id_of[id];
           declared[id] = true;
+          // Who derives a tensor from another takes the other.
+          const Derivation* derived = side->layouts[l]->tensors[i].derived.get();
+          if (derived == nullptr) continue;
+          const auto from = by_name.find(derived->from.name);
+          if (from != by_name.end()) declared[id_of[from->second]] = true;
         }
       }
     }
@@ -374,6 +396,12 @@ class Router {
   using Names = absl::flat_hash_set<std::string_view>;
   static Names Set(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
+  static std::string Describe(const TensorSpec& tensor) {
+    const std::string type = ToString(tensor.dtype, tensor.shape);
+    if (tensor.derived == nullptr) return type;
+    return fmt::format("{} ({})", type, refitd::Describe(*tensor.derived));
+  }
+
   void FindDisagreements(std::vector<std::string>* reasons) const {
     struct First {
       const TensorSpec* spec = nullptr;
@@ -388,11 +416,9 @@ class Router {
           First& first = firsts[t];
           if (first.spec == nullptr) {
             first = {&spec, &LabelOf(*side, l)};
-          } else if ((first.spec->dtype != spec.dtype || first.spec->shape != spec.shape) &&
-                     (*reasons)[t].empty()) {
-            (*reasons)[t] =
-                fmt::format("{} in {}, {} in {}", ToString(first.spec->dtype, first.spec->shape),
-                            *first.label, ToString(spec.dtype, spec.shape), LabelOf(*side, l));
+          } else if (*first.spec != spec && (*reasons)[t].empty()) {
+            (*reasons)[t] = fmt::format("{} in {}, {} in {}", Describe(*first.spec), *first.label,
+                                        Describe(spec), LabelOf(*side, l));
           }
         }
       }
@@ -424,6 +450,7 @@ class Router {
 
   // Names an instance that lacks a trainers' tensor, as text; empty: there is none.
   std::string Lacking(uint32_t tensor, const Instances& instances) const {
+    if (plan_.tensors[tensor].derived != nullptr) return {};  // each instance derives what it likes
     const auto holder =
         std::find_if(sources_.declared.begin(), sources_.declared.end(),
                      [tensor](const std::vector<bool>& declared) { return declared[tensor]; });
@@ -706,10 +733,15 @@ class Router {
       missing.insert(missing.end(), parts.begin(), parts.end());
     }
     REFITD_CHECK(!missing.empty());
-    return fmt::format(
-        "no source holds element [{}] that {} has",
-        fmt::join(std::min_element(missing.begin(), missing.end(), BoxLess)->offset, ", "),
-        plan_.destination_labels[first_member]);
+    const Dims& first = std::min_element(missing.begin(), missing.end(), BoxLess)->offset;
+    const std::string& label = plan_.destination_labels[first_member];
+    if (const Derivation* derived = plan_.tensors[t].derived.get(); derived != nullptr) {
+      return fmt::format(
+          "no source has, in one piece, the block of [{}] elements of {} from which element [{}] "
+          "that {} has is computed",
+          fmt::join(BlockOf(*derived), ", "), derived->from.name, fmt::join(first, ", "), label);
+    }
+    return fmt::format("no source holds element [{}] that {} has", fmt::join(first, ", "), label);
   }
 
   // ---- who supplies ----
@@ -1233,8 +1265,9 @@ class Router {
   RoutePlan plan_;
   Side sources_;
   Side destinations_;
-  std::vector<bool> left_out_;  // per tensor
-  bool shared_ = false;         // several nodes want something that other nodes hold
+  std::vector<std::shared_ptr<const Layout>> computing_;  // what sources_.layouts points to
+  std::vector<bool> left_out_;                            // per tensor
+  bool shared_ = false;  // several nodes want something that other nodes hold
   bool chained_ = false;
   std::vector<Ids> class_layouts_;          // per class of nodes: destination layouts, ascending
   Ids class_nodes_;                         // per class: node set

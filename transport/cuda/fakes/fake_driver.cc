@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <bit>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -26,8 +27,10 @@
 #include <utility>
 #include <vector>
 
+#include "transport/cuda/copy_interpreter.h"
 #include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_task.h"
+#include "transport/cuda/derive_task.h"
 #include "transport/cuda/fakes/fake_nccl_counts.h"
 #include "transport/digest/digest.h"
 
@@ -295,6 +298,34 @@ bool RunTask(const State& fake, int device, const CopyTask& task, const CopyLaun
   return true;
 }
 
+// Does the same for a task of the derive kernel, by the kernel's own code.
+bool RunTask(const State& fake, int device, const refitd::DeriveTask& task,
+             const CopyLaunch& launch) {
+  const uint64_t held_bytes = task.dtype == 2 ? 4 : 2;
+  for (uint32_t block = 0; block < task.blocks; ++block) {
+    for (const uint32_t row : {0U, task.rows - 1U}) {
+      for (const uint32_t column : {0U, task.columns - 1U}) {
+        const auto from =
+            task.source + static_cast<uint64_t>(block * task.source_block + row * task.source_row +
+                                                column * task.source_column);
+        if (!Reaches(fake, device, from, held_bytes)) return false;
+      }
+    }
+    if (task.destination == 0) continue;
+    const auto to =
+        task.destination +
+        static_cast<uint64_t>(block * task.destination_block +
+                              (task.window_rows - 1) * task.destination_row +
+                              (int64_t{task.window_columns} - 1) * task.destination_column);
+    if (!Reaches(fake, device, task.destination, 1) ||
+        !Reaches(fake, device, to, task.element_bytes)) {
+      return false;
+    }
+  }
+  refitd::RunDerive(task, launch);
+  return true;
+}
+
 CUresult RunKernel(State* fake, int device, const CopyLaunch& launch, unsigned blocks) {
   const CUresult fault = Fault(fake, "kernel");
   if (fault != CUDA_SUCCESS) return fault;
@@ -307,7 +338,11 @@ CUresult RunKernel(State* fake, int device, const CopyLaunch& launch, unsigned b
     return CUDA_ERROR_ILLEGAL_ADDRESS;
   }
   for (uint32_t i = 0; i < launch.task_count; ++i) {
-    if (!RunTask(*fake, device, launch.tasks[i], launch)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    const CopyTask& task = launch.tasks[i];
+    const bool reached =
+        task.derived != 0 ? RunTask(*fake, device, std::bit_cast<refitd::DeriveTask>(task), launch)
+                          : RunTask(*fake, device, task, launch);
+    if (!reached) return CUDA_ERROR_ILLEGAL_ADDRESS;
   }
   // Like the kernel, this leaves the counter beyond the last task: the next launch must reset it.
   *launch.next_task = launch.task_count + blocks;

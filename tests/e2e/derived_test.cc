@@ -1,0 +1,160 @@
+// Derived tensors end to end: trainers hold bfloat16 and float32, engines serve quantised and cast
+// weights, which refits compute on the way. Engines' memory is compared, byte for byte, with what
+// the whole tensors give (transport/derive has the tests of that arithmetic).
+#include <catch2/catch.hpp>
+#include <cstring>
+#include <future>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/e2e/client_members.h"
+#include "tests/e2e/derived_model.h"
+#include "tests/e2e/require.h"
+
+namespace refitd::e2e {
+namespace {
+
+using Catch::Contains;
+
+constexpr int kRanks = 2;
+
+struct World {
+  // Trainers hold rows; engines hold slices along `dimension`.
+  World(const std::vector<const Daemon*>& daemons, int dimension) {
+    const auto coordinator = [&daemons](int rank) {
+      const Daemon* const daemon = daemons[static_cast<size_t>(rank)];
+      return daemon == daemons[0] ? "" : daemons[0]->address();
+    };
+    for (int rank = 0; rank < kRanks; ++rank) {
+      client::TrainerOptions options = ShardsOn(*daemons[static_cast<size_t>(rank)], rank, kRanks);
+      options.connect.coordinator = coordinator(rank);
+      trainers.push_back(std::make_unique<Shards>(options, model.trained,
+                                                  HoldSlice(model.trained, 0, rank, kRanks)));
+      REQUIRE(trainers.back()->Register().ok());
+    }
+    for (int rank = 0; rank < kRanks; ++rank) {
+      v1::EngineHello hello =
+          RawEngine::Hello("g", "i", rank, kRanks, v1::DELIVERY_IN_PLACE, std::nullopt);
+      hello.set_coordinator(coordinator(rank));
+      hello.set_wait_ms(30'000);
+      engines.push_back(std::make_unique<Holder>(daemons[static_cast<size_t>(rank)]->Connect(),
+                                                 hello,
+                                                 HoldSlice(model.served, dimension, rank, kRanks)));
+    }
+  }
+
+  std::vector<absl::Status> Refit(int64_t version, const std::vector<std::string>& weights,
+                                  Verification verification = Verification::kReadback) {
+    std::vector<std::future<absl::Status>> calls;
+    for (const auto& rank : trainers) {
+      rank->Fill(weights);
+      calls.push_back(std::async(std::launch::async, [&rank, version, verification] {
+        return rank->trainer()
+            .Refit({.version = Version(version), .verification = verification})
+            .status();
+      }));
+    }
+    std::vector<absl::Status> results;
+    for (auto& call : calls) results.push_back(call.get());
+    return results;
+  }
+
+  // Empty: every engine holds these weights, and nothing else was written.
+  std::string Difference(const std::vector<std::string>& weights) const {
+    std::string all;
+    for (const auto& engine : engines) {
+      all += engine->Difference(model.served, model.Served(weights));
+    }
+    return all;
+  }
+
+  const DerivedModel model;
+  std::vector<std::unique_ptr<Shards>> trainers;
+  std::vector<std::unique_ptr<Holder>> engines;
+};
+
+void CheckVersions(World* world) {
+  int64_t version = 0;
+  for (const Verification verification : {Verification::kReadback, Verification::kTransfer,
+                                          Verification::kOff, Verification::kReadback}) {
+    const std::vector<std::string> weights = world->model.Trained(++version);
+    for (const absl::Status& status : world->Refit(version, weights, verification)) {
+      INFO(status);
+      REQUIRE(status.ok());
+    }
+    CHECK(world->Difference(weights) == "");
+  }
+}
+
+TEST_CASE("engines' quantised weights are computed on the way") {
+  Daemon daemon;
+  const int dimension = GENERATE(0, 1);
+  World world({&daemon, &daemon}, dimension);
+  CheckVersions(&world);
+}
+
+TEST_CASE("what crosses to another daemon is computed before it crosses") {
+  Daemon a({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
+  Daemon b({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
+  World world({&a, &b}, /*dimension=*/1);
+  CheckVersions(&world);
+  // Each daemon sends half of what the other's engine holds, in the engines' dtypes.
+  int64_t bytes = 0;
+  for (const TensorSpec& tensor : world.model.served) bytes += TensorBytes(tensor);
+  CHECK(a.Resources().wire_bytes_sent() < 4 * bytes / 3);
+}
+
+TEST_CASE("a number that can't be quantised fails the update and is named") {
+  Daemon daemon;
+  World world({&daemon, &daemon}, 0);
+  std::vector<std::string> weights = world.model.Trained(1);
+  const uint16_t infinity = 0x7f80;
+  std::memcpy(&weights[0][2 * (300 * 384 + 129)], &infinity, sizeof(infinity));
+  for (const absl::Status& status : world.Refit(1, weights)) {
+    INFO(status);
+    CHECK(absl::IsAborted(status));
+    CHECK_THAT(std::string(status.message()), Contains("tensor w, element [300, 129]: NaN"));
+  }
+  const std::vector<std::string> good = world.model.Trained(2);
+  for (const absl::Status& status : world.Refit(2, good)) {
+    INFO(status);
+    CHECK(status.ok());
+  }
+  CHECK(world.Difference(good) == "");
+}
+
+TEST_CASE("blocks that trainers' shards cut are refused by name, and nothing is written") {
+  Daemon daemon;
+  World world({&daemon, &daemon}, 0);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    world.trainers[static_cast<size_t>(rank)]->Hold(
+        HoldSlice(world.model.trained, 1, rank, kRanks));
+    REQUIRE(world.trainers[static_cast<size_t>(rank)]->Register().ok());
+  }
+  const std::vector<std::string> weights = world.model.Trained(1);
+  for (const absl::Status& status : world.Refit(1, weights)) {
+    INFO(status);
+    CHECK_FALSE(status.ok());
+    CHECK_THAT(std::string(status.message()),
+               Contains("no source has, in one piece, the block of [1, 40] elements of rows"));
+  }
+  for (const auto& engine : world.engines) CHECK(engine->DifferenceFromEmpty() == "");
+}
+
+TEST_CASE("a layout without scales is refused by name") {
+  Daemon daemon;
+  const DerivedModel model;
+  Model served = model.served;
+  served.erase(served.begin() + 1);
+  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
+  client::TrainerOptions options = ShardsOn(daemon);
+  Shards trainer(options, model.trained, HoldWhole(model.trained));
+  CHECK_THROWS_WITH(Holder(daemon.Connect(), hello, HoldWhole(served)),
+                    Contains("tensor w.q: the layout has the values of fp8_block") &&
+                        Contains("but not the scales"));
+}
+
+}  // namespace
+}  // namespace refitd::e2e

@@ -1,0 +1,262 @@
+#include "transport/cuda/derive_plan.h"
+
+#include <algorithm>
+#include <catch2/catch.hpp>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+
+#include "transport/cuda/copy_interpreter.h"
+#include "transport/cuda/copy_plan.h"
+#include "transport/derive/derive.h"
+#include "transport/digest/digest.h"
+
+namespace refitd {
+namespace {
+
+using Rng = std::mt19937_64;
+
+int64_t Between(Rng& rng, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(rng);
+}
+
+// All memory is that of device 0, at this process's addresses.
+class OneDevice : public CopyAddresses {
+ public:
+  absl::StatusOr<int> DeviceOf(const BoundPiece& /*piece*/) override { return 0; }
+  absl::StatusOr<uint64_t> On(int /*device*/, const BoundPiece& piece) override {
+    return reinterpret_cast<uint64_t>(piece.data);
+  }
+};
+
+struct Outcome {
+  std::vector<unsigned long long> stored;
+  std::vector<unsigned long long> source;
+  unsigned long long fault = 0;
+  size_t tasks = 0;
+};
+
+Outcome RunPlan(const Transfer& transfer, Verification verification) {
+  OneDevice addresses;
+  const auto plan = PlanCopies(transfer, verification, &addresses);
+  INFO(plan.status());
+  REQUIRE(plan.ok());
+  Outcome outcome;
+  outcome.stored.resize(plan->sums.size() + 1);
+  outcome.source.resize(static_cast<size_t>(plan->task_sums()) + 1);
+  for (const DeviceTasks& device : plan->devices) {
+    uint32_t next = 0;
+    CopyLaunch launch;
+    launch.tasks = device.tasks.data();
+    launch.task_count = static_cast<uint32_t>(device.tasks.size());
+    launch.next_task = &next;
+    launch.stored_sums = outcome.stored.data();
+    launch.source_sums = outcome.source.data();
+    launch.fault = &outcome.fault;
+    outcome.tasks += device.tasks.size();
+    RunTasks(launch, 256);
+  }
+  return outcome;
+}
+
+// A tensor that is held in part, and one box of what is derived from it, at a destination with
+// gaps.
+struct World {
+  World(Rng& rng, DerivedKind kind, DType dtype, DerivedRole role) {
+    const bool padded = kind == DerivedKind::kFp8Block || kind == DerivedKind::kFp8Channel ||
+                        kind == DerivedKind::kCast;
+    Dims shape = {Between(rng, 1, 2), 128 * Between(rng, 1, 3), 128 * Between(rng, 1, 10)};
+    if (padded) shape = {Between(rng, 1, 2), Between(rng, 1, 300), Between(rng, 1, 700)};
+    derivation = std::make_shared<Derivation>(Derivation{{"w", dtype, shape}, kind, role});
+    to_dtype = role == DerivedRole::kScales ? DType::kFloat32
+               : kind != DerivedKind::kCast ? DType::kFloat8E4M3FN
+               : dtype == DType::kBFloat16  ? DType::kFloat32
+               : Between(rng, 0, 1) == 0    ? DType::kBFloat16
+                                            : DType::kFloat16;
+    const Dims block = BlockOf(*derivation);
+    Box part = WholeBox(shape);
+    for (size_t d = 0; d < shape.size(); ++d) {
+      const int64_t blocks = (shape[d] + block[d] - 1) / block[d];
+      const int64_t first = Between(rng, 0, blocks - 1);
+      part.offset[d] = first * block[d];
+      part.extent[d] =
+          std::min(Between(rng, 1, blocks - first) * block[d], shape[d] - part.offset[d]);
+    }
+    Dims strides = RowMajorStrides(part.extent);
+    if (Between(rng, 0, 3) == 0) {  // columns beside one another
+      strides = {part.extent[1] * part.extent[2], 1, part.extent[1]};
+    } else if (Between(rng, 0, 1) == 0) {  // rows that are not aligned
+      strides = {part.extent[1] * (part.extent[2] + 3), part.extent[2] + 3, 1};
+    }
+    const int64_t element = ElementBytes(dtype);
+    memory.resize(static_cast<size_t>(
+        (part.extent[0] * (part.extent[1] + 1) * (part.extent[2] + 3)) * element + 64));
+    for (size_t i = 0; i < memory.size(); i += static_cast<size_t>(element)) {
+      const auto number = std::ldexp(static_cast<float>(Between(rng, -1000, 1000)),
+                                     static_cast<int>(Between(rng, -13, 1)));
+      const uint32_t bits = dtype == DType::kFloat32    ? derive::BitsOf(number)
+                            : dtype == DType::kBFloat16 ? derive::ToBFloat16(number)
+                                                        : derive::ToFloat16(number);
+      std::memcpy(&memory[i], &bits, static_cast<size_t>(element));
+    }
+    const int64_t shift = Between(rng, 0, 3) * element;
+    held = std::make_shared<HeldPiece>(HeldPiece{derivation, part, strides, memory.data() + shift});
+    box = *ComputableBox(*derivation, part);
+    whole = box;
+    for (size_t d = 0; d < box.offset.size(); ++d) {
+      const int64_t first = Between(rng, 0, box.extent[d] - 1);
+      box.offset[d] += first;
+      box.extent[d] = Between(rng, 1, box.extent[d] - first);
+    }
+    // At the destination, rows or columns beside one another, with gaps.
+    to_strides = Between(rng, 0, 3) == 0
+                     ? Dims{box.extent[1] * box.extent[2] + 5, 1, box.extent[1]}
+                     : Dims{box.extent[1] * (box.extent[2] + 3), box.extent[2] + 3, 1};
+    stored.assign(static_cast<size_t>(box.extent[0] * (box.extent[1] + 1) * (box.extent[2] + 4) *
+                                          ElementBytes(to_dtype) +
+                                      128),
+                  'x');
+    at = stored.data() + Between(rng, 0, 3) * ElementBytes(to_dtype);
+  }
+
+  Transfer MakeTransfer() {
+    const Dims shape = ComputableBox(*derivation, WholeBox(derivation->from.shape))->extent;
+    Transfer transfer;
+    transfer.source.push_back({to_dtype, shape, whole, RowMajorStrides(whole.extent),
+                               const_cast<char*>(held->data), "w.q", held});
+    transfer.destinations.push_back({{to_dtype, shape, box, to_strides, at, "w.q"}});
+    CopyMove move;
+    move.box = box;
+    move.source_byte_offset = 0;
+    const Dims strides = RowMajorStrides(whole.extent);
+    for (size_t d = 0; d < strides.size(); ++d) {
+      move.source_byte_offset +=
+          (box.offset[d] - whole.offset[d]) * strides[d] * ElementBytes(to_dtype);
+    }
+    transfer.plan.moves.push_back(move);
+    transfer.verification = Verification::kTransfer;
+    return transfer;
+  }
+
+  // What the destination must hold, and its digest.
+  std::vector<char> Expected(uint64_t* digest) const {
+    const int64_t element = ElementBytes(to_dtype);
+    std::vector<char> dense(static_cast<size_t>(ElementCount(box) * element));
+    REQUIRE_FALSE(Derive(*held, to_dtype, box, dense.data()).has_value());
+    std::vector<char> all(stored.size(), 'x');
+    const Dims strides =
+        RowMajorStrides(ComputableBox(*derivation, WholeBox(derivation->from.shape))->extent);
+    *digest = 0;
+    const char* from = dense.data();
+    for (int64_t i = 0; i < box.extent[0]; ++i) {
+      for (int64_t j = 0; j < box.extent[1]; ++j) {
+        const int64_t first =
+            (box.offset[0] + i) * strides[0] + (box.offset[1] + j) * strides[1] + box.offset[2];
+        *digest +=
+            BestDigestKernels().digest(from, static_cast<int>(element), first, box.extent[2]);
+        for (int64_t k = 0; k < box.extent[2]; ++k, from += element) {
+          const int64_t to = (at - stored.data()) +
+                             (i * to_strides[0] + j * to_strides[1] + k * to_strides[2]) * element;
+          std::memcpy(&all[static_cast<size_t>(to)], from, static_cast<size_t>(element));
+        }
+      }
+    }
+    return all;
+  }
+
+  std::shared_ptr<Derivation> derivation;
+  std::shared_ptr<HeldPiece> held;
+  DType to_dtype = DType::kFloat32;
+  std::vector<char> memory;
+  Box box;    // what is moved
+  Box whole;  // what can be
+  Dims to_strides;
+  std::vector<char> stored;
+  char* at = nullptr;
+};
+
+constexpr DerivedKind kKinds[] = {DerivedKind::kCast, DerivedKind::kFp8Block,
+                                  DerivedKind::kFp8BlockReciprocal, DerivedKind::kFp8BlockPow2,
+                                  DerivedKind::kFp8Channel};
+constexpr DType kFloats[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+TEST_CASE("the kernel's code derives and digests what the host does") {
+  Rng rng(1);
+  for (int round = 0; round < 200; ++round) {
+    const DerivedKind kind = kKinds[Between(rng, 0, 4)];
+    const auto role = kind != DerivedKind::kCast && Between(rng, 0, 2) == 0 ? DerivedRole::kScales
+                                                                            : DerivedRole::kValues;
+    World world(rng, kind, kFloats[Between(rng, 0, 2)], role);
+    INFO("round " << round << ": " << Describe(*world.derivation));
+    uint64_t digest = 0;
+    const std::vector<char> expected = world.Expected(&digest);
+    Transfer transfer = world.MakeTransfer();
+    transfer.want_source_digests = Between(rng, 0, 1) == 1;
+    const Outcome outcome = RunPlan(transfer, Verification::kTransfer);
+    CHECK(outcome.fault == 0);
+    REQUIRE(world.stored == expected);
+    REQUIRE(outcome.stored[0] == digest);
+    REQUIRE(outcome.source[0] == digest);
+    if (transfer.want_source_digests && world.box == world.whole) {
+      REQUIRE(outcome.source[1] == digest);
+    }
+  }
+}
+
+TEST_CASE("blocks beside one another share a task") {
+  Rng rng(2);
+  const Dims shape = {1024, 4096};
+  const auto derivation = std::make_shared<Derivation>(
+      Derivation{{"w", DType::kBFloat16, shape}, DerivedKind::kFp8Block, DerivedRole::kValues});
+  const HeldPiece held{derivation, WholeBox(shape), RowMajorStrides(shape), nullptr};
+  const BoundPiece source{DType::kFloat8E4M3FN,
+                          shape,
+                          WholeBox(shape),
+                          RowMajorStrides(shape),
+                          nullptr,
+                          "w",
+                          std::make_shared<HeldPiece>(held)};
+  const Box all = WholeBox(shape);
+  std::vector<DeriveTask> tasks;
+  const DeriveMove move{.source = &source,
+                        .piece = 0,
+                        .box = &all,
+                        .held_address = 1 << 20,
+                        .destination = 1 << 30,
+                        .destination_strides = RowMajorStrides(shape)};
+  CHECK(AddDeriveTasks(move, 1000, &tasks).ok());
+  CHECK(tasks.size() == 8 * 2);  // of 16 blocks, 256 Ki elements
+  CHECK(tasks[1].source == tasks[0].source + 2048 * 2);
+  CHECK(tasks[1].place == 16);
+  CHECK(AddDeriveTasks(move, 20, &tasks).code() == absl::StatusCode::kResourceExhausted);
+  CHECK(ElementAt(*derivation, tasks[3].place) == Dims{128, 2048});
+}
+
+TEST_CASE("a block without a result is named, and nothing of it is stored") {
+  Rng rng(3);
+  const Dims shape = {256, 384};
+  const auto derivation = std::make_shared<Derivation>(
+      Derivation{{"w", DType::kFloat32, shape}, DerivedKind::kFp8Block, DerivedRole::kValues});
+  std::vector<float> numbers(256 * 384, 1.5F);
+  numbers[200 * 384 + 300] =
+      GENERATE(std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity());
+  std::vector<char> stored(256 * 384, 'x');
+  auto* const data = reinterpret_cast<char*>(numbers.data());
+  const auto held = std::make_shared<HeldPiece>(
+      HeldPiece{derivation, WholeBox(shape), RowMajorStrides(shape), data});
+  Transfer transfer;
+  transfer.source.push_back(
+      {DType::kFloat8E4M3FN, shape, WholeBox(shape), RowMajorStrides(shape), data, "w.q", held});
+  transfer.destinations.push_back({{DType::kFloat8E4M3FN, shape, WholeBox(shape),
+                                    RowMajorStrides(shape), stored.data(), "w.q"}});
+  transfer.plan.moves.push_back({.box = WholeBox(shape)});
+  const Outcome outcome = RunPlan(transfer, Verification::kOff);
+  REQUIRE(outcome.fault >> 32 == 1);
+  CHECK(ElementAt(*derivation, static_cast<uint32_t>(outcome.fault)) == Dims{128, 256});
+  CHECK(stored[200 * 384 + 300] == 'x');
+  CHECK(stored[200 * 384 + 255] == 0x7e);
+}
+
+}  // namespace
+}  // namespace refitd

@@ -1,0 +1,63 @@
+// One task of the derive kernel, as it lies in device memory among the copy tasks (copy_task.h):
+// plain data, the same for nvcc and for the host's compiler.
+#ifndef REFITD_TRANSPORT_CUDA_DERIVE_TASK_H_
+#define REFITD_TRANSPORT_CUDA_DERIVE_TASK_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "transport/cuda/copy_task.h"
+#include "transport/plan/derived_kind.h"
+
+namespace refitd {
+
+// The most rows and blocks of a task.
+inline constexpr int64_t kMaxDeriveRows = 1 << 15;
+inline constexpr int64_t kMaxDeriveBlocks = 64;
+
+// Derives from `blocks` blocks at equal distances, each `rows` by `columns` elements of what is
+// held, of each of which the same window of derived elements is stored: a window of the block's
+// values, or the block's scale (a window of one element). A cast has one block, whose window is all
+// of it. Addresses and steps are multiples of the sizes of the elements there.
+//
+// As in a copy, the digest of what is stored is added to stored_sums[sum] and
+// source_sums[proof_sum] where these are not kNoSum. A block without a result raises
+// CopyLaunch::fault, and nothing of it is stored.
+struct alignas(16) DeriveTask {
+  uint64_t source = 0;       // address of the first block's first element
+  uint64_t destination = 0;  // address of the first element that is stored; 0: nothing is
+  uint64_t index = 0;        // of that element, row-major in the derived tensor
+  int64_t source_row = 0;    // bytes from a row to the next
+  int64_t source_column = 0;
+  int64_t source_block = 0;
+  int64_t destination_row = 0;
+  int64_t destination_column = 0;
+  int64_t destination_block = 0;
+  int64_t index_row = 0;  // elements
+  int64_t index_block = 0;
+  uint32_t columns = 0;
+  uint32_t first_column = 0;  // of the window in the block
+  uint32_t window_columns = 0;
+  uint32_t place = 0;  // of the first block among the blocks of what is held, for messages
+  uint16_t rows = 0;
+  uint16_t first_row = 0;
+  uint16_t window_rows = 0;
+  uint16_t blocks = 1;
+  uint8_t dtype = 0;  // of what is held: 2, 3 or 4, as refitd.v1.DType has them
+  uint8_t role = 0;   // DerivedRole; of a cast: the dtype that it makes
+  // From here on the fields lie where CopyTask has them.
+  uint8_t element_bytes = 1;  // of the derived tensor
+  uint8_t kind = 0;           // DerivedKind; CopyTask::derived
+  uint32_t sum = kNoSum;
+  uint32_t proof_sum = kNoSum;
+  uint32_t piece = 0;  // index of the source piece in the transfer, for messages
+};
+static_assert(sizeof(DeriveTask) == sizeof(CopyTask));
+static_assert(offsetof(DeriveTask, element_bytes) == offsetof(CopyTask, element_bytes));
+static_assert(offsetof(DeriveTask, kind) == offsetof(CopyTask, derived));
+static_assert(offsetof(DeriveTask, sum) == offsetof(CopyTask, sum));
+static_assert(offsetof(DeriveTask, proof_sum) == offsetof(CopyTask, proof_sum));
+
+}  // namespace refitd
+
+#endif  // REFITD_TRANSPORT_CUDA_DERIVE_TASK_H_

@@ -1,0 +1,140 @@
+// The arithmetic of derived tensors, bit for bit: the same code for the host and for GPUs. The
+// results are those of the code that is named at each kind, as PyTorch runs it on a CPU (torch
+// 2.11): float32 throughout, each operation rounded to nearest, ties to even.
+//
+// No product here is added to anything, so that no compiler can fuse the two. Denormal numbers must
+// not be flushed.
+#ifndef REFITD_TRANSPORT_DERIVE_ARITHMETIC_H_
+#define REFITD_TRANSPORT_DERIVE_ARITHMETIC_H_
+
+#include <cmath>
+#include <cstdint>
+
+#include "transport/plan/derived_kind.h"
+
+#if defined(__CUDACC__)
+#define REFITD_DERIVE_CODE __host__ __device__ __forceinline__
+#else
+// Not `inline`: files that are compiled for different instruction sets must not share the code.
+#define REFITD_DERIVE_CODE [[gnu::always_inline]] static inline
+#endif
+
+namespace refitd::derive {
+
+REFITD_DERIVE_CODE float FloatOf(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+REFITD_DERIVE_CODE uint32_t BitsOf(float x) { return __builtin_bit_cast(uint32_t, x); }
+
+// ---- to float32, exact ----
+
+REFITD_DERIVE_CODE float FromBFloat16(uint16_t x) { return FloatOf(uint32_t{x} << 16); }
+
+REFITD_DERIVE_CODE float FromFloat16(uint16_t x) {
+  const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16;
+  const uint32_t rest = static_cast<uint32_t>(x & 0x7fff) << 13;
+  // Numbers, denormal ones too, lack 112 in the exponent; infinities and NaN take the largest one.
+  const uint32_t number = BitsOf(FloatOf(rest) * 0x1p112F);
+  const uint32_t special = rest | 0x7f800000;
+  return FloatOf(sign | ((x & 0x7c00) == 0x7c00 ? special : number));
+}
+
+// ---- from float32, to nearest, ties to even ----
+
+// NaN becomes 0x7fc0, as in torch.
+REFITD_DERIVE_CODE uint16_t ToBFloat16(float x) {
+  const uint32_t bits = BitsOf(x);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+// From 65,520 on the result is infinite. NaN keeps its sign and becomes quiet: 0x7e00 or 0xfe00.
+REFITD_DERIVE_CODE uint16_t ToFloat16(float x) {
+  const uint32_t bits = BitsOf(x);
+  const uint32_t sign = bits >> 16 & 0x8000;
+  const uint32_t rest = bits & 0x7fffffff;
+  // Below 2^-14: 0.5 has the unit in which denormal numbers count, 2^-24, as its last bit.
+  const uint32_t small = BitsOf(FloatOf(rest) + 0.5F) - BitsOf(0.5F);
+  const uint32_t normal = (rest + 0xfff + (rest >> 13 & 1) - (112U << 23)) >> 13;
+  uint32_t value = rest < 0x38800000 ? small : normal;
+  value = rest >= 0x477ff000 ? 0x7c00 : value;
+  value = rest > 0x7f800000 ? 0x7e00 : value;
+  return static_cast<uint16_t>(sign | value);
+}
+
+// The largest number of E4M3: 0x7e.
+inline constexpr float kE4M3Max = 448.0F;
+
+// E4M3 without infinities (float8_e4m3fn). Larger magnitudes become kE4M3Max; `x` must not be NaN.
+REFITD_DERIVE_CODE uint8_t ToE4M3(float x) {
+  const uint32_t bits = BitsOf(x);
+  const uint32_t most = BitsOf(kE4M3Max);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t rest = magnitude < most ? magnitude : most;
+  // Below 2^-6: 16,384 has the unit in which denormal numbers count, 2^-9, as its last bit.
+  const uint32_t small = BitsOf(FloatOf(rest) + 16384.0F) - BitsOf(16384.0F);
+  const uint32_t normal = (rest + 0x7ffff + (rest >> 20 & 1) - (120U << 23)) >> 20;
+  const uint32_t value = rest < 0x3c800000 ? small : normal;
+  return static_cast<uint8_t>((bits >> 24 & 0x80) | value);
+}
+
+// ---- scales ----
+
+// What a block is quantised by: its values are ToE4M3 of `x * factor`, or of `x / factor`.
+struct BlockScale {
+  float stored = 1;  // the block's element of the tensor of scales
+  float factor = 1;
+  bool divides = false;
+};
+
+REFITD_DERIVE_CODE bool Divides(DerivedKind kind) { return kind == DerivedKind::kFp8Channel; }
+
+// The scale of a block whose largest magnitude is `most`, which must be finite. A factor that is
+// not finite stands for a block that the kind does not define.
+REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float most) {
+  BlockScale scale;
+  scale.divides = Divides(kind);
+  switch (kind) {
+    case DerivedKind::kFp8Block: {
+      // vLLM 0.32, vllm/utils/deep_gemm.py, per_block_cast_to_fp8 without use_ue8m0; the same as
+      // DeepGEMM's.
+      scale.stored = (most < 1e-4F ? 1e-4F : most) / kE4M3Max;
+      scale.factor = 1.0F / scale.stored;
+      break;
+    }
+    case DerivedKind::kFp8BlockReciprocal: {
+      // NeMo-RL, nemo_rl/models/generation/vllm/quantization/fp8.py, cast_tensor_to_fp8_blockwise.
+      // Torch computes 448 / most as a product with the reciprocal.
+      scale.factor = most == 0 ? 1.0F : 1.0F / most * kE4M3Max;
+      scale.stored = 1.0F / scale.factor;
+      break;
+    }
+    case DerivedKind::kFp8BlockPow2: {
+      // The same with use_weight_pow2_scale: 2^ceil(log2(most / 448)). The logarithm is rounded to
+      // float32 before it is rounded up, so that it may lie below the exact one.
+      const double exact = std::log2(static_cast<double>(most / kE4M3Max));
+      const float exponent = std::ceil(static_cast<float>(exact));  // most = 0: minus infinity
+      const int biased = (exponent < -127  ? -127
+                          : exponent > 127 ? 127
+                                           : static_cast<int>(exponent)) +
+                         127;
+      scale.factor = biased == 0 ? 1.0F : std::ldexp(1.0F, 127 - biased);
+      scale.stored = 1.0F / scale.factor;
+      break;
+    }
+    case DerivedKind::kFp8Channel: {
+      // vLLM 0.32, vllm/model_executor/layers/quantization/online/fp8.py, _fp8_channel_scale and
+      // _fp8_quant_per_channel.
+      constexpr float kLeast = 1.0F / (kE4M3Max * 512);
+      scale.stored = most / kE4M3Max;
+      scale.stored = scale.stored < kLeast ? kLeast : scale.stored;
+      scale.factor = scale.stored;
+      break;
+    }
+    case DerivedKind::kCast:
+      break;
+  }
+  return scale;
+}
+
+}  // namespace refitd::derive
+
+#endif  // REFITD_TRANSPORT_DERIVE_ARITHMETIC_H_

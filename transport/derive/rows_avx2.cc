@@ -1,0 +1,8 @@
+#include "transport/derive/row_loops.h"
+
+namespace refitd::derive {
+
+constinit const RowKernels kAvx2Rows = {
+    .name = "avx2", .most = Most, .quantise = Quantise, .cast = Cast};
+
+}  // namespace refitd::derive

@@ -1,0 +1,8 @@
+#include "transport/derive/row_loops.h"
+
+namespace refitd::derive {
+
+constinit const RowKernels kAvx512Rows = {
+    .name = "avx512", .most = Most, .quantise = Quantise, .cast = Cast};
+
+}  // namespace refitd::derive

@@ -1,0 +1,241 @@
+#include "transport/plan/derived.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "transport/base/errors.h"
+#include "transport/base/failure.h"
+#include "transport/base/status.h"
+
+namespace refitd {
+namespace {
+
+constexpr int64_t kBlock = 128;  // the side of a square block
+
+// The longest row that has one scale (P10): a row is computed as a whole. Models' rows are shorter
+// than a sixtieth of this.
+constexpr int64_t kMaxRow = int64_t{1} << 22;
+
+struct KindRow {
+  DerivedKind kind;
+  std::string_view name;
+  bool square;  // blocks of kBlock by kBlock in the last two dimensions
+  bool padded;  // a dimension may end within a block
+  bool has_scales;
+};
+
+constexpr KindRow kKinds[] = {
+    {DerivedKind::kCast, "cast", false, true, false},
+    {DerivedKind::kFp8Block, "fp8_block", true, true, true},
+    {DerivedKind::kFp8BlockReciprocal, "fp8_block_reciprocal", true, false, true},
+    {DerivedKind::kFp8BlockPow2, "fp8_block_pow2", true, false, true},
+    {DerivedKind::kFp8Channel, "fp8_channel", false, true, true},
+};
+
+bool Known(DerivedKind kind) {
+  const auto number = static_cast<size_t>(kind);
+  return number >= 1 && number <= std::size(kKinds);
+}
+
+const KindRow& RowOf(DerivedKind kind) {
+  REFITD_CHECK(Known(kind));
+  return kKinds[static_cast<size_t>(kind) - 1];
+}
+
+bool IsFloat(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+}
+
+// What is wrong with a derived tensor; empty: nothing.
+std::string Fault(const TensorSpec& tensor) {
+  const Derivation& d = *tensor.derived;
+  if (!Known(d.kind)) return fmt::format("kind {} is not known", static_cast<int>(d.kind));
+  const KindRow& kind = RowOf(d.kind);
+  const bool values = d.role == DerivedRole::kValues;
+  if (!values && (d.role != DerivedRole::kScales || !kind.has_scales)) {
+    return fmt::format("kind {} has no role {}", kind.name, static_cast<int>(d.role));
+  }
+  if (d.from.derived != nullptr) return "it is derived from a tensor that is derived";
+  if (!IsFloat(d.from.dtype)) {
+    return fmt::format("kind {} takes float32, bfloat16 or float16, not {}", kind.name,
+                       DTypeName(d.from.dtype));
+  }
+  const Dims& shape = d.from.shape;
+  if (kind.has_scales && shape.size() < 2) {
+    return fmt::format("kind {} takes two dimensions or more, not {}", kind.name,
+                       ToString(d.from.dtype, shape));
+  }
+  if (kind.has_scales && !kind.square && shape.back() > kMaxRow) {
+    return fmt::format("kind {} takes rows of at most {} elements, not {}", kind.name, kMaxRow,
+                       ToString(d.from.dtype, shape));
+  }
+  for (size_t i = shape.size() - std::min<size_t>(shape.size(), 2); i < shape.size(); ++i) {
+    if (kind.padded || shape[i] % kBlock == 0) continue;
+    return fmt::format("kind {} takes multiples of {} in the last two dimensions, not {}",
+                       kind.name, kBlock, ToString(d.from.dtype, shape));
+  }
+  const DType dtype = !values           ? DType::kFloat32
+                      : kind.has_scales ? DType::kFloat8E4M3FN
+                                        : tensor.dtype;
+  Dims wanted = shape;
+  if (!values) {
+    const Dims block = BlockOf(d);
+    for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = (wanted[i] + block[i] - 1) / block[i];
+  }
+  if (tensor.dtype != dtype || tensor.shape != wanted || !(kind.has_scales || IsFloat(dtype))) {
+    return fmt::format(
+        "it is {}, which the {} are not{}", ToString(tensor.dtype, tensor.shape), Describe(d),
+        kind.has_scales ? fmt::format(": they are {}", ToString(dtype, wanted)) : "");
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string_view NameOf(DerivedKind kind) { return RowOf(kind).name; }
+
+std::string Describe(const Derivation& derivation) {
+  return fmt::format("{} of {} of {} {}",
+                     derivation.role == DerivedRole::kValues ? "values" : "scales",
+                     NameOf(derivation.kind),
+                     ToString(derivation.from.dtype, derivation.from.shape), derivation.from.name);
+}
+
+absl::Status NoResult(const Derivation& derivation, std::string_view where) {
+  return AboutTensor(Precondition("tensor {}, {}: NaN, an infinity, or numbers too small for a "
+                                  "scale, so that the {} can't be computed",
+                                  derivation.from.name, where, Describe(derivation)),
+                     derivation.from.name);
+}
+
+Dims BlockOf(const Derivation& derivation) {
+  const KindRow& kind = RowOf(derivation.kind);
+  Dims block(derivation.from.shape.size(), 1);
+  if (block.empty() || !kind.has_scales) return block;
+  block.back() = kind.square ? kBlock : std::max<int64_t>(derivation.from.shape.back(), 1);
+  if (kind.square) block[block.size() - 2] = kBlock;
+  return block;
+}
+
+absl::Status ValidateDerived(const TensorSpec& tensor) {
+  REFITD_RETURN_IF_ERROR(ValidateTensor(tensor.derived->from));
+  const std::string fault = Fault(tensor);
+  if (fault.empty()) return absl::OkStatus();
+  return AboutTensor(Error(absl::StatusCode::kInvalidArgument, "tensor {}: {}", tensor.name, fault),
+                     tensor.name);
+}
+
+absl::Status CheckScalesOfDerived(const std::vector<TensorSpec>& tensors) {
+  using Quantised = std::pair<std::string_view, DerivedKind>;
+  absl::flat_hash_set<Quantised> has[2];
+  for (const TensorSpec& tensor : tensors) {
+    if (tensor.derived == nullptr || !RowOf(tensor.derived->kind).has_scales) continue;
+    has[tensor.derived->role == DerivedRole::kScales].emplace(tensor.derived->from.name,
+                                                              tensor.derived->kind);
+  }
+  for (const TensorSpec& tensor : tensors) {
+    if (tensor.derived == nullptr || !RowOf(tensor.derived->kind).has_scales) continue;
+    const bool values = tensor.derived->role == DerivedRole::kValues;
+    if (has[values].contains(Quantised(tensor.derived->from.name, tensor.derived->kind))) continue;
+    return AboutTensor(Error(absl::StatusCode::kInvalidArgument,
+                             "tensor {}: the layout has the {}, but not the {}", tensor.name,
+                             Describe(*tensor.derived), values ? "scales" : "values"),
+                       tensor.name);
+  }
+  return absl::OkStatus();
+}
+
+std::optional<Box> ComputableBox(const Derivation& derivation, const Box& held) {
+  const Dims block = BlockOf(derivation);
+  const Dims& shape = derivation.from.shape;
+  Box box = held;
+  for (size_t d = 0; d < shape.size(); ++d) {
+    const int64_t end = held.offset[d] + held.extent[d];
+    const int64_t first = (held.offset[d] + block[d] - 1) / block[d];
+    const int64_t last = end == shape[d] ? (end + block[d] - 1) / block[d] : end / block[d];
+    if (first >= last) return std::nullopt;
+    const bool values = derivation.role == DerivedRole::kValues;
+    box.offset[d] = values ? first * block[d] : first;
+    box.extent[d] = (values ? std::min(last * block[d], shape[d]) : last) - box.offset[d];
+  }
+  return box;
+}
+
+DerivedTensors::DerivedTensors(absl::Span<const Layout* const> layouts) {
+  absl::flat_hash_set<const TensorSpec*> seen;  // layouts share lists
+  for (const Layout* layout : layouts) {
+    if (layout == nullptr || !seen.insert(layout->tensors.data()).second) continue;
+    for (const TensorSpec& tensor : layout->tensors) Add(tensor);
+  }
+}
+
+DerivedTensors::DerivedTensors(const std::vector<TensorSpec>& tensors) {
+  for (const TensorSpec& tensor : tensors) Add(tensor);
+}
+
+void DerivedTensors::Add(const TensorSpec& tensor) {
+  if (tensor.derived == nullptr) return;
+  std::vector<const TensorSpec*>& of = by_source_[tensor.derived->from.name];
+  const bool known = std::any_of(of.begin(), of.end(),
+                                 [&](const TensorSpec* t) { return t->name == tensor.name; });
+  if (!known) of.push_back(&tensor);
+}
+
+const std::vector<const TensorSpec*>* DerivedTensors::From(std::string_view tensor) const {
+  const auto found = by_source_.find(tensor);
+  return found == by_source_.end() ? nullptr : &found->second;
+}
+
+absl::StatusOr<std::shared_ptr<const Layout>> WithDerived(std::shared_ptr<const Layout> layout,
+                                                          const DerivedTensors& derived) {
+  if (derived.empty()) return layout;
+  absl::flat_hash_set<std::string_view> own;
+  for (const TensorSpec& tensor : layout->tensors) own.insert(tensor.name);
+  std::shared_ptr<Layout> more;
+  absl::flat_hash_map<uint32_t, std::vector<uint32_t>> computed;  // by tensor of the layout
+  for (uint32_t t = 0; t < layout->tensors.size(); ++t) {
+    const TensorSpec& from = layout->tensors[t];
+    const std::vector<const TensorSpec*>* const wanted = derived.From(from.name);
+    if (wanted == nullptr) continue;
+    for (const TensorSpec* tensor : *wanted) {
+      if (own.contains(tensor->name)) continue;
+      if (from != tensor->derived->from) {
+        return AboutTensor(
+            Error(absl::StatusCode::kFailedPrecondition,
+                  "tensor {}: engines derive it from {} as {}, and trainers have {}", tensor->name,
+                  from.name, ToString(tensor->derived->from.dtype, tensor->derived->from.shape),
+                  ToString(from.dtype, from.shape)),
+            tensor->name);
+      }
+      if (more == nullptr) more = std::make_shared<Layout>(*layout);
+      computed[t].push_back(static_cast<uint32_t>(more->tensors.size()));
+      more->tensors.push_back(*tensor);
+    }
+  }
+  if (more == nullptr) return layout;
+  for (uint32_t p = 0; p < layout->pieces.size(); ++p) {
+    const Piece& held = layout->pieces[p];
+    const auto found = computed.find(held.tensor);
+    if (found == computed.end()) continue;
+    for (const uint32_t tensor : found->second) {
+      std::optional<Box> box = ComputableBox(*more->tensors[tensor].derived, held.box);
+      if (!box.has_value()) continue;
+      if (std::ssize(more->pieces) == kMaxPiecesPerLayout) {
+        return AboutTensor(Error(absl::StatusCode::kResourceExhausted,
+                                 "tensor {}: what engines derive of a rank's tensors has more than "
+                                 "{} pieces",
+                                 more->tensors[tensor].name, kMaxPiecesPerLayout),
+                           more->tensors[tensor].name);
+      }
+      Dims strides = RowMajorStrides(box->extent);
+      more->pieces.push_back({tensor, *std::move(box), held.region, 0, std::move(strides), p});
+    }
+  }
+  return more;
+}
+
+}  // namespace refitd
