@@ -22,7 +22,7 @@ from .errors import (
     OutOfRange, PermissionDenied, ResourceExhausted, StagingWarning, Status, Suspect, Unauthenticated, Unavailable, Unimplemented, Unknown,
     UpdateAborted,
 )  # fmt: skip
-from .layout import Box, Layout, PushedTensors, TensorSpec
+from .layout import Box, Derived, Layout, PushedTensors, TensorSpec
 from .layout.capture import Captured, capture
 from .layout.cuda import CudaMemory
 from .layout.memory import FilledMemory, HostMemory, Region, RegionMemory, empty, locate
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Aborted", "AlreadyExists", "Box", "Cancelled", "Captured", "Closed", "Committed", "Connect", "CudaMemory", "DataLoss",
-    "DeadlineExceeded", "Draining", "Engine", "EngineLoop", "Error", "Event", "FailedPrecondition", "FilledMemory", "Forked", "GroupSpec",
+    "DeadlineExceeded", "Derived", "Draining", "Engine", "EngineLoop", "Error", "Event", "FailedPrecondition", "FilledMemory", "Forked", "GroupSpec",
     "HostMemory", "InstanceOutcome", "Internal", "InvalidArgument", "Joiner", "Layout", "Lost", "NotFound", "OutOfRange", "Part",
     "PermissionDenied", "Prepare", "PushedTensors", "Reattached", "Region", "RegionMemory", "ResourceExhausted", "Shard", "Staged",
     "StagingWarning", "Status", "Suspect", "TLS", "TensorSpec", "Trainer", "Unauthenticated", "Unavailable", "Unimplemented", "Unknown", "Update",

@@ -23,7 +23,7 @@ from ._core.member import Connect, Member, Registration, TensorList, check_tenso
 from ._core.native import check, last_failure, made_by, shown, text
 from ._core.tensors import Places, describe, is_module
 from .errors import Closed, DataLoss, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument, NotFound
-from .layout import Box, TensorSpec, devices
+from .layout import Box, Derived, TensorSpec, devices
 from .layout.memory import BY_CODE, DTYPES, Arena, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
 
 if TYPE_CHECKING:
@@ -388,7 +388,13 @@ class Engine(Member):
     # ---- layout ----
 
     def register(
-        self, layout: Any, *, buffers: bool | Sequence[str] = True, leave_out: Sequence[str] = (), tied: bool | Mapping[str, str] = True
+        self,
+        layout: Any,
+        *,
+        buffers: bool | Sequence[str] = True,
+        leave_out: Sequence[str] = (),
+        tied: bool | Mapping[str, str] = True,
+        derived: Mapping[str, Derived] | None = None,
     ) -> None:
         """Registers the parameters of this rank, in place of those registered before; not during an update.
 
@@ -404,6 +410,7 @@ class Engine(Member):
             buffers: Of a module: whether persistent buffers are taken, or patterns of those that are.
             leave_out: Patterns of names that are not taken.
             tied: As in Trainer.register.
+            derived: By name, how refits compute a tensor from one that trainers hold. Trainers that push can't bring it.
 
         Raises:
             InvalidArgument: The layout is wrong in itself; the error names the tensor. Nothing has changed then.
@@ -414,7 +421,7 @@ class Engine(Member):
             from .layout.shards import collect
 
             layout = collect(layout, buffers=buffers, leave_out=leave_out, tied=tied, rank=self.rank)
-        self.register_layout(layout.tensors, layout.boxes, getattr(layout, "tied", None))
+        self.register_layout(_with_derived(layout.tensors, derived or {}), layout.boxes, getattr(layout, "tied", None))
         if module is not None:
             self._places = Places(module, getattr(layout, "parameter_names", None))
 
@@ -678,6 +685,12 @@ class Engine(Member):
     def version(self) -> int | None:
         """The version installed here; None: none, or the weights are not clean."""
         return self._ask_version("version")
+
+
+def _with_derived(tensors: Sequence[TensorSpec], derived: Mapping[str, Derived]) -> list[TensorSpec]:
+    if unknown := sorted(derived.keys() - {tensor.name for tensor in tensors}):
+        raise InvalidArgument(f"derived has tensor '{unknown[0]}', which the layout has not", tensor=unknown[0])
+    return [replace(tensor, derived=derived.get(tensor.name, tensor.derived)) for tensor in tensors]
 
 
 def _tied_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], tied: Mapping[str, str]) -> Iterator[Box]:

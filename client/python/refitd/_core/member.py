@@ -66,6 +66,20 @@ class TensorList:
             _TENSOR.pack_into(self._packed, i * _TENSOR.size, name_base + name, dtype, rank, dims_base + 8 * dim, 0, native.WHOLE)
 
 
+class DerivedList:
+    """A C array of refit_derivation, for the tensors that are derived."""
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        found = [(i, tensor.derived) for i, tensor in enumerate(tensors) if tensor.derived is not None]
+        self.count = len(found)
+        self._sources = TensorList([derived.source for _, derived in found])
+        self._packed = (native.refit_derivation * max(1, self.count))()
+        self.pointer = ctypes.addressof(self._packed)
+        for entry, (i, derived), n in zip(self._packed, found, range(self.count)):
+            entry.tensor, entry.source = i, self._sources.pointer + n * _TENSOR.size
+            entry.kind, entry.role = native.DERIVED_KINDS[derived.kind], native.DERIVED_ROLES[derived.role]
+
+
 class PieceList:
     """A C array of refit_piece. The regions' handles must stay open as long as it is used."""
 
@@ -119,6 +133,11 @@ def check_tensors(tensors: Sequence[TensorSpec], whose: str) -> None:
             raise _wrong(what, whose, f": shape {tensor.shape!r} is no sequence of integers")
         if len(tensor.shape) > MAX_DIMENSIONS or any(n < 0 for n in tensor.shape):
             raise _wrong(what, whose, f": shape {tuple(tensor.shape)} has a negative or more than {MAX_DIMENSIONS} dimensions")
+        if (derived := tensor.derived) is not None:
+            check_tensors([derived.source], f"what '{tensor.name}' of {whose} is derived from")
+            for field, value, known in (("kind", derived.kind, native.DERIVED_KINDS), ("role", derived.role, native.DERIVED_ROLES)):
+                if value not in known:
+                    raise _wrong(what, whose, f": {field} {value!r} is none of {', '.join(known)}")
 
 
 def check_boxes(tensors: Sequence[TensorSpec], boxes: Sequence[Box], whose: str) -> None:
@@ -723,5 +742,8 @@ class Member:
         if self._kind == "trainer":
             pushed = array("q", registration.pushed)
             arguments += [pushed.buffer_info()[0], len(pushed)]
+        else:
+            derived = DerivedList(registration.tensors)
+            arguments += [derived.pointer, derived.count]
         with self._handle as handle:
             check(register(handle, *arguments), self.label)

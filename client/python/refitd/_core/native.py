@@ -118,6 +118,10 @@ CATCH_UP_NEVER = 1
 # refit_begin_options.broadcast
 BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
 
+# refit_derivation
+DERIVED_KINDS = {"cast": 1, "fp8_block": 2, "fp8_block_reciprocal": 3, "fp8_block_pow2": 4, "fp8_channel": 5}
+DERIVED_ROLES = {"values": 1, "scales": 2}
+
 # refit_failure.weights_left
 WEIGHTS_CLEAN = 1
 WEIGHTS_DIRTY = 2
@@ -161,6 +165,11 @@ class refit_connect_options(ctypes.Structure):
 
 class refit_piece(ctypes.Structure):
     _fields_ = _fields(tensor=c_int64, offset=c_void_p, extent=c_void_p, strides=c_void_p, region=c_void_p, byte_offset=c_int64)
+
+
+class refit_derivation(ctypes.Structure):
+    # `source` is the C structure's `from`.
+    _fields_ = [("tensor", c_int64), ("source", c_void_p), ("kind", c_int32), ("role", c_int32)]
 
 
 class refit_trainer_options(ctypes.Structure):
@@ -295,7 +304,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_engine_add_memfd": (_STATUS, (c_void_p, c_int, c_int64, _OUT)),
     "refit_engine_add_cuda_block": (_STATUS, (c_void_p, c_char_p, c_int64, _OUT)),
     "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
-    "refit_engine_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+    "refit_engine_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
     "refit_engine_next": (_STATUS, (c_void_p, c_int64, POINTER(refit_event))),
     "refit_engine_processed": (_STATUS, (c_void_p, c_int64)),
     "refit_engine_ready": (_STATUS, (c_void_p, c_int64, c_int64)),

@@ -220,11 +220,28 @@ def first_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> t
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A global tensor: its name, dtype (a name such as "bfloat16") and unpadded shape, in elements."""
+    """A global tensor: its name, dtype (a name such as "bfloat16") and unpadded shape, in elements. `derived`: of an engine's tensor that
+    refits compute from a tensor of the trainers."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    derived: Derived | None = None
+
+
+@dataclass(frozen=True)
+class Derived:
+    """How refits compute an engine's tensor from one that trainers hold.
+
+    `source`: the trainers' tensor, as they register it: float32, bfloat16 or float16. `kind`: "cast" to another of these dtypes;
+    "fp8_block", "fp8_block_reciprocal", "fp8_block_pow2" (float8_e4m3fn values and a float32 scale for each block of 128 x 128 of the last two
+    dimensions) or "fp8_channel" (a scale for each row); docs/derived.md has their arithmetic. `role`: "values", of the source's shape, or
+    "scales", of a number a block: [rows / 128, columns / 128], rounded up, or [rows, 1]. Of what is quantised, an engine registers both.
+    """
+
+    source: TensorSpec
+    kind: str
+    role: str = "values"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,192 @@
+"""Derived tensors over a real daemon: engines' casts and FP8 weights, compared bit by bit with torch's own arithmetic."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import refitd
+from support import DaemonTest, Server
+
+FP8_MAX = 448.0
+
+
+def blocks_of(weight):
+    """The weight in float32, padded with zeros to whole blocks of 128 x 128: (rows, 128, columns, 128)."""
+    rows, columns = (-(-n // 128) * 128 for n in weight.shape)
+    padded = torch.zeros(rows, columns)
+    padded[: weight.shape[0], : weight.shape[1]] = weight.float()
+    return padded.view(rows // 128, 128, columns // 128, 128)
+
+
+def quantised(kind, weight):
+    """Values and scales by torch's operators on a CPU."""
+    if kind == "fp8_channel":
+        most = weight.abs().amax(dim=-1, keepdim=True).float()
+        scales = (most / torch.tensor(FP8_MAX)).clamp_min(1.0 / (torch.tensor(FP8_MAX) * 512))
+        return (weight.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+    blocks = blocks_of(weight)
+    most = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    if kind == "fp8_block":
+        scales = most.clamp(1e-4) / FP8_MAX
+        factor = 1.0 / scales
+    elif kind == "fp8_block_reciprocal":
+        factor = torch.where(most == 0, torch.ones(()), FP8_MAX / most)
+        scales = factor.reciprocal()
+    else:
+        scales = torch.where(most == 0, torch.ones(()), torch.exp2(torch.ceil(torch.log2(most / FP8_MAX))))
+        factor = scales.reciprocal()
+    values = (blocks * factor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    values = values.view(blocks.shape[0] * 128, -1)[: weight.shape[0], : weight.shape[1]]
+    return values, scales.view(blocks.shape[0], blocks.shape[2])
+
+
+def weights(shape, dtype, seed):
+    """Random weights of many sizes, with rows of zeros."""
+    torch.manual_seed(seed)
+    made = torch.randn(shape) * torch.exp2(torch.randint(-12, 4, (shape[0], 1)).float())
+    made[: shape[0] // 3] *= torch.randint(0, 2, (shape[0] // 3, 1))
+    return made.to(dtype)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+class DerivedTest(DaemonTest):
+    def served(self, entries, derived, **options):
+        """An engine with memory for (name, shape, dtype), and that memory."""
+        tensors = {name: refitd.empty(shape, dtype, like="torch") for name, shape, dtype in entries}
+        engine = self.engine(**options)
+        engine.register(tensors, derived=derived)
+        Server(self, engine)
+        return tensors
+
+    def trained(self, shape, dtype, **options):
+        tensor = refitd.empty(shape, dtype, like="torch")
+        trainer = self.trainer(**options)
+        trainer.register({"w": tensor})
+        return trainer, tensor
+
+    def test_values_and_scales_have_the_bits_of_torch(self):
+        for kind in ("fp8_block", "fp8_block_reciprocal", "fp8_block_pow2", "fp8_channel"):
+            for dtype in (torch.bfloat16, torch.float32, torch.float16):
+                shape = (300, 260) if kind in ("fp8_block", "fp8_channel") else (384, 256)
+                scales = (-(-shape[0] // 128), -(-shape[1] // 128)) if "block" in kind else (shape[0], 1)
+                with self.subTest(kind=kind, dtype=dtype):
+                    self.group = f"{kind}-{dtype}"
+                    trainer, weight = self.trained(shape, dtype)
+                    source = refitd.TensorSpec("w", str(dtype).removeprefix("torch."), shape)
+                    served = self.served(
+                        [("w.q", shape, torch.float8_e4m3fn), ("w.s", scales, torch.float32)],
+                        {"w.q": refitd.Derived(source, kind), "w.s": refitd.Derived(source, kind, "scales")},
+                    )
+                    for version in (1, 2, 3):
+                        weight.copy_(weights(shape, dtype, version))
+                        trainer.refit(version)
+                        values, scale = quantised(kind, weight)
+                        self.assertTrue(torch.equal(bits(served["w.q"]), bits(values)))
+                        self.assertTrue(torch.equal(bits(served["w.s"]), bits(scale)))
+
+    def test_a_cast_has_the_bits_of_torch(self):
+        for dtype in (torch.bfloat16, torch.float16):
+            self.group = str(dtype)
+            trainer, weight = self.trained((70, 33), torch.float32)
+            derived = {"served": refitd.Derived(refitd.TensorSpec("w", "float32", (70, 33)), "cast")}
+            served = self.served([("served", (70, 33), dtype)], derived)
+            weight.copy_(weights((70, 33), torch.float32, 7))
+            trainer.refit(1)
+            self.assertTrue(torch.equal(bits(served["served"]), bits(weight.to(dtype))))
+
+    def test_ranks_of_both_sides_hold_shards(self):
+        shape, kind = (512, 384), "fp8_block"
+        source = refitd.TensorSpec("w", "bfloat16", shape)
+        derived = {"w.q": refitd.Derived(source, kind), "w.s": refitd.Derived(source, kind, "scales")}
+        trainers, halves = [], []
+        for rank in range(2):
+            half = refitd.empty((256, 384), torch.bfloat16, like="torch")
+            trainer = self.trainer(rank=rank, world_size=2)
+            trainer.register([refitd.Shard("w", shape, half, (256 * rank, 0))])
+            trainers.append(trainer)
+            halves.append(half)
+        shards = []
+        for rank in range(2):  # columns: 0 to 192 is a block and a half
+            values = refitd.empty((512, 192), torch.float8_e4m3fn, like="torch")
+            scales = refitd.empty((4, 3), torch.float32, like="torch")
+            engine = self.engine(rank=rank, world_size=2)
+            engine.register(
+                [refitd.Shard("w.q", shape, values, (0, 192 * rank)), refitd.Shard("w.s", (4, 3), scales)], derived=derived
+            )
+            Server(self, engine)
+            shards.append((values, scales))
+        from concurrent.futures import ThreadPoolExecutor
+
+        for version in (1, 2):
+            weight = weights(shape, torch.bfloat16, version)
+            for rank, half in enumerate(halves):
+                half.copy_(weight[256 * rank : 256 * (rank + 1)])
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda trainer, version=version: trainer.refit(version), trainers))
+            expected, scale = quantised(kind, weight)
+            for rank, (values, scales) in enumerate(shards):
+                self.assertTrue(torch.equal(bits(values), bits(expected[:, 192 * rank : 192 * (rank + 1)])))
+                self.assertTrue(torch.equal(bits(scales), bits(scale)))
+
+    def test_engines_in_several_forms_share_a_version(self):
+        shape = (128, 256)
+        trainer, weight = self.trained(shape, torch.bfloat16)
+        source = refitd.TensorSpec("w", "bfloat16", shape)
+        plain = self.served([("w", shape, torch.bfloat16)], None, instance="plain")
+        small = self.served(
+            [("w.q", shape, torch.float8_e4m3fn), ("w.s", (128, 1), torch.float32)],
+            {"w.q": refitd.Derived(source, "fp8_channel"), "w.s": refitd.Derived(source, "fp8_channel", "scales")},
+            instance="small",
+        )
+        weight.copy_(weights(shape, torch.bfloat16, 3))
+        self.assertEqual(trainer.refit(1).committed, 2)
+        self.assertTrue(torch.equal(bits(plain["w"]), bits(weight)))
+        values, scales = quantised("fp8_channel", weight)
+        self.assertTrue(torch.equal(bits(small["w.q"]), bits(values)))
+        self.assertTrue(torch.equal(bits(small["w.s"]), bits(scales)))
+
+    def test_what_is_wrong_is_named(self):
+        shape = (128, 128)
+        source = refitd.TensorSpec("w", "bfloat16", shape)
+        values, scales = refitd.empty(shape, torch.float8_e4m3fn, like="torch"), refitd.empty((1, 1), torch.float32, like="torch")
+        self.trained(shape, torch.float32)
+        engine = self.engine()
+        whole = {"q": refitd.Derived(source, "fp8_block"), "s": refitd.Derived(source, "fp8_block", "scales")}
+        for derived, text in (
+            ({**whole, "x": whole["q"]}, "derived has tensor 'x'"),
+            ({**whole, "q": refitd.Derived(source, "fp7")}, "kind 'fp7' is none of cast"),
+            ({**whole, "q": refitd.Derived(source, "fp8_block", "zeros")}, "role 'zeros' is none of values"),
+            ({**whole, "q": refitd.Derived(source, "cast")}, "it is float8_e4m3fn"),
+            ({**whole, "s": refitd.Derived(refitd.TensorSpec("w", "int8", shape), "fp8_block", "scales")}, "not int8"),
+        ):
+            with pytest.raises(refitd.InvalidArgument, match=text):
+                engine.register({"q": values, "s": scales}, derived=derived)
+        with pytest.raises(refitd.InvalidArgument, match="but not the scales"):
+            engine.register({"q": values}, derived={"q": whole["q"]})
+
+    def test_a_source_that_trainers_hold_otherwise_fails_the_refit(self):
+        shape = (128, 128)
+        trainer, _ = self.trained(shape, torch.float32)
+        source = refitd.TensorSpec("w", "bfloat16", shape)
+        self.served(
+            [("q", shape, torch.float8_e4m3fn), ("s", (1, 1), torch.float32)],
+            {"q": refitd.Derived(source, "fp8_block"), "s": refitd.Derived(source, "fp8_block", "scales")},
+        )
+        with pytest.raises(refitd.FailedPrecondition, match="engines derive it from w as bfloat16") as raised:
+            trainer.refit(1)
+        self.assertIn(raised.value.tensor, ("q", "s"))
+
+    def test_a_push_does_not_bring_it_and_says_so(self):
+        shape = (128, 128)
+        trainer = self.trainer()
+        source = refitd.TensorSpec("w", "float32", shape)
+        self.served(
+            [("q", shape, torch.float8_e4m3fn), ("s", (1, 1), torch.float32)],
+            {"q": refitd.Derived(source, "fp8_block"), "s": refitd.Derived(source, "fp8_block", "scales")},
+        )
+        with pytest.raises(refitd.Error, match="w") as raised, trainer.update(1) as update:
+            update.push("w", torch.ones(shape))
+        self.assertIsInstance(raised.value, (refitd.FailedPrecondition, refitd.UpdateAborted))
