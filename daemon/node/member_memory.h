@@ -6,8 +6,9 @@
 // Invariants
 //  1. The bytes of host memory that are mapped at a time, of all members and of one identity, stay
 //     within their limits (ByteLedger), and one region within the machine's memory (P10).
-//  2. A memfd is mapped once for reading and once for writing, however many regions it is: regions
-//     share a mapping that covers them, which counts once, for the identity that brought it first.
+//  2. A memfd is mapped once for reading, once for writing and once for each GPU that it is pinned
+//     for, however many regions it is: regions share a mapping that covers them, which counts once,
+//     for the identity that brought it first.
 //  3. A caller whose call was answered may free its memory: the daemon has closed it (P8).
 //
 // Opening and closing device memory takes up to milliseconds, and longer if a context is made. It
@@ -93,12 +94,16 @@ class MemberMemory : public DescriptorHandler {
   void AnswerClosed(std::function<void()> answer);
 
  private:
-  // A mapping, counted while it lives.
+  // A mapping, counted until it is closed: of the two regions it has one.
   struct Mapping {
+    int64_t bytes() const { return region != nullptr ? region->bytes() : pinned->bytes(); }
+
     ByteLedger::Hold hold;
     std::shared_ptr<const HostRegion> region;
+    std::shared_ptr<const DeviceRegion> pinned;
   };
-  using Key = std::tuple<uint64_t, uint64_t, Access>;  // device, inode
+  // Device and inode of the file; the ordinal of the GPU that it is pinned for.
+  using Key = std::tuple<uint64_t, uint64_t, Access, std::optional<int>>;
 
   // Takes the bytes from the limits of mapped memory. RESOURCE_EXHAUSTED: a limit, or the machine's
   // memory.
@@ -126,7 +131,7 @@ class MemberMemory : public DescriptorHandler {
   // region is destroyed.
   RegionRecord RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine,
                         const MemoryOrigin& origin) const;
-  // Maps and pins a memfd that has pages, and counts it as Map does.
+  // Maps and pins a memfd that has pages, or shares such a mapping; counts it as Map does.
   absl::StatusOr<RegionRecord> Pin(int ordinal, bool engine, const UniqueFd& fd, int64_t bytes,
                                    const std::string& identity);
   absl::StatusOr<RegionId> RegisterOnDevice(const Token& token, const PeerCredentials& peer,
