@@ -171,7 +171,7 @@ absl::StatusOr<MemberRecord*> MemberMemory::Admit(const std::string& token, cons
 absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
                                                       const PeerCredentials& peer, UniqueFd fd,
                                                       RegionKind kind, int64_t bytes,
-                                                      uint64_t address, bool keep) {
+                                                      uint64_t address, KeepDescriptor keep) {
   if (bytes > state_.options.max_region_bytes) {
     return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
                  bytes, state_.options.max_region_bytes);
@@ -196,7 +196,10 @@ absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
   // Mapping and filling page tables takes long, so it is done outside the mutex.
   REFITD_ASSIGN_OR_RETURN(region.memory,
                           Map(fd, origin, bytes, region.access, IdentityOf(Peer{peer})));
-  if (keep) region.descriptor = std::make_shared<const UniqueFd>(std::move(fd));
+  if (keep != KeepDescriptor::kNo) {
+    region.descriptor = std::make_shared<const UniqueFd>(std::move(fd));
+  }
+  region.for_next_rank = keep == KeepDescriptor::kForNextRank;
   const StateLock lock(&state_.mutex);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.members.AddRegion(member, std::move(region));
@@ -454,7 +457,7 @@ absl::StatusOr<RegionRecord> MemberMemory::Pin(int ordinal, bool engine, const U
 absl::StatusOr<RegionId> MemberMemory::RegisterOnDevice(const Token& token,
                                                         const PeerCredentials& peer, UniqueFd fd,
                                                         RegionKind kind, int64_t bytes,
-                                                        uint64_t address, bool keep) {
+                                                        uint64_t address, KeepDescriptor keep) {
   const std::string key(token.begin(), token.end());
   int ordinal = 0;
   bool engine = false;
@@ -477,7 +480,7 @@ absl::StatusOr<RegionId> MemberMemory::RegisterOnDevice(const Token& token,
     origin = ExportOrigin(*member, address);
   }
   std::shared_ptr<const UniqueFd> kept;
-  if (keep) {
+  if (keep != KeepDescriptor::kNo) {
     REFITD_ASSIGN_OR_RETURN(UniqueFd copy, DuplicateOf(fd));
     kept = std::make_shared<const UniqueFd>(std::move(copy));
   }
@@ -491,6 +494,7 @@ absl::StatusOr<RegionId> MemberMemory::RegisterOnDevice(const Token& token,
     region = RecordOf(std::move(imported), engine, origin);
   }
   region.descriptor = std::move(kept);
+  region.for_next_rank = keep == KeepDescriptor::kForNextRank;
   const StateLock lock(&state_.mutex);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.members.AddRegion(member, std::move(region));

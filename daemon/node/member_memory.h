@@ -69,7 +69,8 @@ class MemberMemory : public DescriptorHandler {
   // ---- the descriptor socket ----
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                           UniqueFd fd, RegionKind kind, int64_t bytes,
-                                          uint64_t address = 0, bool keep = false) override;
+                                          uint64_t address = 0,
+                                          KeepDescriptor keep = KeepDescriptor::kNo) override;
   absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
                              RegionId region) override;
   absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) override;
@@ -136,7 +137,7 @@ class MemberMemory : public DescriptorHandler {
                                    const std::string& identity);
   absl::StatusOr<RegionId> RegisterOnDevice(const Token& token, const PeerCredentials& peer,
                                             UniqueFd fd, RegionKind kind, int64_t bytes,
-                                            uint64_t address, bool keep);
+                                            uint64_t address, KeepDescriptor keep);
   // Removes the region from the records, unless it is in use. The region is unmapped when the
   // result is destroyed, which must not happen under the mutex.
   absl::StatusOr<RegionRecord> Take(MemberRecord* member, RegionId region)

@@ -364,7 +364,7 @@ TEST_CASE("kept sides in pinned memory count once when they are taken up, and gi
   const auto pin = [&gpus](const Attached& member, const SharedMemory& side) {
     return gpus.parts.memory().RegisterRegion(member.token(), *member.peer.credentials,
                                               UniqueFd(dup(side.fd.get())), RegionKind::kPinned,
-                                              kBytes, /*address=*/0, /*keep=*/true);
+                                              kBytes, /*address=*/0, KeepDescriptor::kForNextRank);
   };
   const auto keep = [&] {
     KeptRank kept;
