@@ -17,11 +17,11 @@ namespace refitd::client {
 // Flip and CopyToBack are called by one thread at a time.
 class ArenaRegion final : public Region {
  public:
-  // `keep`: the daemon keeps the memory for the rank after this one. FAILED_PRECONDITION: another
-  // engine has the arena. Also errors of a region.
+  // `for_next_rank`: the daemon keeps the memory for the rank after this one. FAILED_PRECONDITION:
+  // another engine has the arena. Also errors of a region.
   static absl::StatusOr<std::shared_ptr<ArenaRegion>> Make(std::shared_ptr<Arena> arena,
                                                            const std::shared_ptr<Regions>& regions,
-                                                           bool keep);
+                                                           bool for_next_rank);
   ~ArenaRegion() override { arena_->taken_ = false; }
 
   char* data() const override { return arena_->data(); }
@@ -40,7 +40,7 @@ class ArenaRegion final : public Region {
  private:
   ArenaRegion(std::shared_ptr<Arena> arena, std::shared_ptr<Regions> regions)
       : arena_(std::move(arena)), regions_(std::move(regions)) {}
-  absl::StatusOr<std::shared_ptr<Region>> Share(bool back, bool keep) const;
+  absl::StatusOr<std::shared_ptr<Region>> Share(bool back, bool for_next_rank) const;
 
   const std::shared_ptr<Arena> arena_;
   const std::shared_ptr<Regions> regions_;

@@ -326,7 +326,7 @@ absl::Status Connection::RegisterRegion(RegionId id, const RegionSource& source,
     request.region_kind = source.kind;
     request.bytes = source.bytes;
     request.region_id = source.address;
-    request.keep = source.keep ? 1 : 0;
+    request.keep = source.keep;
     Duration extra{};
     if (source.on_device()) extra += kDeviceLimit;
     if (source.kind != RegionKind::kDevice) {

@@ -67,7 +67,7 @@ struct RegionSource {
   std::string handle{};  // not empty: the driver's handle of a block, in place of `fd`
   int64_t bytes = 0;
   uint64_t address = 0;  // of exported memory in this process; 0: unknown
-  bool keep = false;     // the daemon keeps the descriptor, for the rank after this one
+  KeepDescriptor keep = KeepDescriptor::kNo;
 
   bool on_device() const { return !handle.empty() || kind != RegionKind::kMemfd; }
 };

@@ -71,7 +71,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   absl::StatusOr<std::shared_ptr<Arena>> TakeKept(int index) override;
   absl::Status Register(Layout layout) override;
   absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) override;
-  absl::Status Processed(Version version) override;
+  absl::Status Processed(UpdateId update) override;
   absl::Status Ready(Version version, std::optional<Duration> stopped) override;
   absl::Status Ack(const Part& part) override;
   absl::Status Fail(Version version, const std::string& reason) override;
@@ -576,15 +576,16 @@ void EngineImpl::Settle(EngineLease* session, bool committed) {
   }
 }
 
-absl::Status EngineImpl::Processed(Version version) {
+absl::Status EngineImpl::Processed(UpdateId update) {
   MutexLock lock(&mutex_);
   REFITD_ASSIGN_OR_RETURN(const bool dropped, Dropped());
   if (dropped) return absl::OkStatus();
-  REFITD_ASSIGN_OR_RETURN(const UpdateId update, state_.Processed(version));
+  const UpdateId answered = lease_->Update(update.value());
+  REFITD_ASSIGN_OR_RETURN(const Version version, state_.Processed(answered));
   v1::EngineMessage message;
   message.mutable_processed()->set_version(version.value());
-  message.mutable_processed()->set_update_id(EngineLease::ToProto(update));
-  return OrDropped(Send(update, std::move(message)));
+  message.mutable_processed()->set_update_id(update.value());
+  return OrDropped(Send(answered, std::move(message)));
 }
 
 absl::Status EngineImpl::Ready(Version version, std::optional<Duration> stopped) {

@@ -113,12 +113,14 @@ struct EngineOptions {
 // made of the version may be used.
 struct Staged {
   Version version;
+  UpdateId update;  // tells two updates to one version apart; the same for all of the group's ranks
   std::chrono::milliseconds remaining{0};  // until Processed is due
   std::optional<Version> content{};        // as Prepare::content
 };
 
 struct Prepare {
   Version version;
+  UpdateId update;                         // as Staged::update
   std::chrono::milliseconds remaining{0};  // of the update; with `flip` until Ready is due
   int64_t tensor_count = 0;                // 0: unknown
   // The version lies in the backs of the rank's arenas already: Ready puts it into place, and all
@@ -202,8 +204,8 @@ class Engine : public SharesMemory {
   // whether the weights are whole.
   virtual absl::StatusOr<Event> Next(std::chrono::milliseconds timeout) = 0;
   // Says that this rank has done what it can with a staged version while it serves.
-  // FAILED_PRECONDITION: no Staged of this version is unanswered, since Prepare has come, say.
-  virtual absl::Status Processed(Version version) = 0;
+  // FAILED_PRECONDITION: no Staged of this update is unanswered, since Prepare has come, say.
+  virtual absl::Status Processed(UpdateId update) = 0;
   // Says that this rank no longer reads its weights, and for how long it has not: by that the
   // daemon counts pauses. nullopt: since Next() returned Prepare. FAILED_PRECONDITION: no Prepare
   // of this version is unanswered.

@@ -69,12 +69,11 @@ absl::Status EngineState::Ready(Version version) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<UpdateId> EngineState::Processed(Version version) {
-  if (staged_.has_value() && staged_->first == version && !std::exchange(processed_, true)) {
-    return staged_->second;
+absl::StatusOr<Version> EngineState::Processed(UpdateId update) {
+  if (staged_.has_value() && staged_->second == update && !std::exchange(processed_, true)) {
+    return staged_->first;
   }
-  return Error(absl::StatusCode::kFailedPrecondition,
-               "Processed({}): no Staged of this version is unanswered", version);
+  return absl::FailedPreconditionError("Processed: no Staged of this update is unanswered");
 }
 
 absl::Status EngineState::Ack(UpdateId update, PartSeq part) {

@@ -1,7 +1,7 @@
 // The state of an engine rank's weights, and the answers that the rank may give in it: pure.
 //
 //   phase      event or answer        next phase     weights afterwards
-//   Idle       Staged(v)              Idle           unchanged; Processed(v) is due until Prepare,
+//   Idle       Staged(v)              Idle           unchanged; Processed is due until Prepare,
 //                                                    Aborted or the lease's end
 //   Idle       Prepare(v)             Prepared       kPaused
 //   Prepared   Ready(v)               Ready          kPaused
@@ -65,7 +65,7 @@ class EngineState {
   void OnReattached();
 
   // Answers. FAILED_PRECONDITION if the answer is not due; nothing is changed then.
-  absl::StatusOr<UpdateId> Processed(Version version);  // returns the update that it answers
+  absl::StatusOr<Version> Processed(UpdateId update);  // returns the version that it answers
   absl::Status Ready(Version version);
   absl::Status CheckReady(Version version) const;  // whether Ready would be accepted
   // Ready ends the parts of earlier updates: they are no longer outstanding.

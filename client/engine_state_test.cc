@@ -60,24 +60,25 @@ TEST_CASE("an engine serves what it held at attach until it gets another outcome
 
 TEST_CASE("a staged version is answered once, until its update goes on or ends") {
   EngineState state(kOld);
-  CHECK(absl::IsFailedPrecondition(state.Processed(kNew).status()));
+  const UpdateId next(8);
+  CHECK(absl::IsFailedPrecondition(state.Processed(kUpdate).status()));
   state.OnStaged(kNew, kUpdate);
   CHECK(state.weights() == Weights::kClean);
   CHECK(state.version() == kOld);
-  CHECK(absl::IsFailedPrecondition(state.Processed(kOld).status()));
+  CHECK(absl::IsFailedPrecondition(state.Processed(next).status()));
   CHECK(absl::IsFailedPrecondition(state.Fail(kNew)));
-  CHECK(state.Processed(kNew).value() == kUpdate);
-  CHECK(absl::IsFailedPrecondition(state.Processed(kNew).status()));
+  CHECK(state.Processed(kUpdate).value() == kNew);
+  CHECK(absl::IsFailedPrecondition(state.Processed(kUpdate).status()));
   // The outcome without a Prepare is for the caller all the same, once.
   CHECK(state.OnAborted(kNew, /*dirty=*/false));
   CHECK_FALSE(state.OnAborted(kNew, /*dirty=*/false));
   CHECK(state.version() == kOld);
-  const UpdateId next(8);
   state.OnStaged(kNew, next);
+  CHECK(absl::IsFailedPrecondition(state.Processed(kUpdate).status()));
   SECTION("Prepare") { state.OnPrepare(kNew, next); }
   SECTION("Aborted") { state.OnAborted(kNew, /*dirty=*/false); }
   SECTION("the lease's end") { state.OnLost(); }
-  CHECK(absl::IsFailedPrecondition(state.Processed(kNew).status()));
+  CHECK(absl::IsFailedPrecondition(state.Processed(next).status()));
 }
 
 TEST_CASE("what the daemon found in the memory counts until a commit, and on clean weights only") {

@@ -17,6 +17,7 @@ void ShowOne(const Nothing&, std::vector<refit_view>*, refit_event*) {}
 void ShowOne(const Staged& staged, std::vector<refit_view>*, refit_event* shown) {
   shown->kind = REFIT_EVENT_STAGED;
   shown->version = staged.version.value();
+  shown->update_id = staged.update.value();
   shown->remaining_ms = staged.remaining.count();
   shown->content = staged.content.value_or(staged.version).value();
 }
@@ -24,6 +25,7 @@ void ShowOne(const Staged& staged, std::vector<refit_view>*, refit_event* shown)
 void ShowOne(const Prepare& prepare, std::vector<refit_view>*, refit_event* shown) {
   shown->kind = REFIT_EVENT_PREPARE;
   shown->version = prepare.version.value();
+  shown->update_id = prepare.update.value();
   shown->remaining_ms = prepare.remaining.count();
   shown->tensor_count = prepare.tensor_count;
   shown->flip = prepare.flip ? 1 : 0;
@@ -77,13 +79,17 @@ std::optional<Version> ContentOf(const Message& message) {
 Event DecodeEvent(const v1::EngineEvent& event) {
   if (event.has_staged()) {
     const v1::Staged& staged = event.staged();
-    return Staged{Version(staged.version()), std::chrono::milliseconds(staged.remaining_ms()),
-                  ContentOf(staged)};
+    return Staged{Version(staged.version()), UpdateId(staged.update_id()),
+                  std::chrono::milliseconds(staged.remaining_ms()), ContentOf(staged)};
   }
   if (event.has_prepare()) {
     const v1::Prepare& prepare = event.prepare();
-    return Prepare{Version(prepare.version()), std::chrono::milliseconds(prepare.remaining_ms()),
-                   prepare.tensor_count(), prepare.flip(), ContentOf(prepare)};
+    return Prepare{Version(prepare.version()),
+                   UpdateId(prepare.update_id()),
+                   std::chrono::milliseconds(prepare.remaining_ms()),
+                   prepare.tensor_count(),
+                   prepare.flip(),
+                   ContentOf(prepare)};
   }
   if (event.has_committed()) {
     return Committed{Version(event.committed().version()), event.committed().incarnation(),

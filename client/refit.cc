@@ -894,8 +894,9 @@ refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_e
   return status;
 }
 
-refit_status refit_engine_processed(refit_engine* engine, int64_t version) {
-  return Guarded({{engine, "engine"}}, [&] { return engine->engine->Processed(Version(version)); });
+refit_status refit_engine_processed(refit_engine* engine, uint64_t update_id) {
+  return Guarded({{engine, "engine"}},
+                 [&] { return engine->engine->Processed(refitd::UpdateId(update_id)); });
 }
 
 refit_status refit_engine_ready(refit_engine* engine, int64_t version, int64_t stopped_us) {

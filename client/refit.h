@@ -759,9 +759,11 @@ typedef struct refit_event {
    * refit_engine_processed() is due. */
   int64_t remaining_ms;
   int64_t tensor_count; /* PREPARE: tensors that the update brings; 0: unknown */
-  uint64_t update_id;   /* PART */
-  int64_t part;         /* PART */
-  int64_t view_count;   /* PART */
+  /* STAGED, PREPARE: tells two updates to one version apart; the same for all of the group's
+   * ranks. PART: by which it is acknowledged. */
+  uint64_t update_id;
+  int64_t part;       /* PART */
+  int64_t view_count; /* PART */
   const refit_view* views;
   const char* reason; /* ABORTED, LOST; else "" */
   int32_t weights;    /* LOST, REATTACHED: one of REFIT_WEIGHTS_* */
@@ -785,12 +787,13 @@ typedef struct refit_event {
  * reason, and that no event is left; refit_engine_weights() then tells whether the weights are
  * whole. */
 refit_status refit_engine_next(refit_engine* engine, int64_t timeout_ms, refit_event* event);
-/* Answers to a STAGED, a PREPARE and a PART; a part is named by its event's update_id and part.
- * REFIT_FAILED_PRECONDITION if no such answer is due: refit_engine_processed() is not, once PREPARE
- * has come. After an ABORTED, unacknowledged parts must still be acknowledged, because their slots
- * are in use until then. `stopped_us`: for how many microseconds this rank has not read its
- * weights, by which the daemon counts pauses; below 0: since refit_engine_next() gave PREPARE. */
-refit_status refit_engine_processed(refit_engine* engine, int64_t version);
+/* Answers to a STAGED, a PREPARE and a PART; what is staged is named by its event's update_id, and
+ * a part by that and its part. REFIT_FAILED_PRECONDITION if no such answer is due:
+ * refit_engine_processed() is not, once PREPARE has come. After an ABORTED, unacknowledged parts
+ * must still be acknowledged, because their slots are in use until then. `stopped_us`: for how many
+ * microseconds this rank has not read its weights, by which the daemon counts pauses; below 0:
+ * since refit_engine_next() gave PREPARE. */
+refit_status refit_engine_processed(refit_engine* engine, uint64_t update_id);
 refit_status refit_engine_ready(refit_engine* engine, int64_t version, int64_t stopped_us);
 refit_status refit_engine_ack(refit_engine* engine, uint64_t update_id, int64_t part);
 /* Tells the daemon that this rank can't go on with the update. Parts not yet handed out are

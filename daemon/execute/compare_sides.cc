@@ -1,6 +1,10 @@
 #include "daemon/execute/compare_sides.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <limits>
 #include <map>
 #include <memory>
@@ -73,36 +77,113 @@ std::vector<ByteRange> Complement(std::vector<ByteRange> named, int64_t bytes) {
   return unnamed;
 }
 
-// A chunk of bytes lies in both sides of one pair (an index) at the same range.
+// What comes next of a side: data, or a hole of its memfd, up to `end`.
+struct Stretch {
+  bool hole = false;
+  int64_t end = 0;
+};
+
+// How far data reaches is not asked of the kernel, which would look at all of its pages.
+Stretch NextOf(const UniqueFd* memfd, const ByteRange& range) {
+  if (memfd == nullptr) return {.hole = false, .end = range.end};
+  const int64_t data = lseek(memfd->get(), range.begin, SEEK_DATA);
+  if (data < 0 && errno == ENXIO) return {.hole = true, .end = range.end};
+  if (data > range.begin) return {.hole = true, .end = std::min(data, range.end)};
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  return {.hole = false, .end = std::min((range.begin / page + 1) * page, range.end)};
+}
+
+// A chunk lies in both sides of one pair (an index) at the same range. At most one side has a hole
+// there, and it has nothing else.
 struct Chunk {
   size_t sides = 0;
   ByteRange range;
+  bool front_hole = false;
+  bool back_hole = false;
 };
 
-std::vector<Chunk> ChunksOf(const std::vector<ComparedSides>& sides) {
-  std::vector<Chunk> chunks;
-  for (size_t s = 0; s < sides.size(); ++s) {
-    for (const ByteRange& range : sides[s].ranges) {
-      for (int64_t at = range.begin; at < range.end; at += kChunkBytes) {
-        chunks.push_back({s, {at, std::min(at + kChunkBytes, range.end)}});
+bool HasHoles(const UniqueFd& memfd) {
+  struct stat file {};
+  constexpr int64_t kStatBlockBytes = 512;
+  return fstat(memfd.get(), &file) != 0 || file.st_blocks * kStatBlockBytes < file.st_size;
+}
+
+// Goes through all that is to be compared, once.
+class Chunks {
+ public:
+  explicit Chunks(const std::vector<ComparedSides>* sides) : sides_(*sides) {}
+
+  // The next chunks, at most kComparedChunks; none: all have come.
+  std::vector<Chunk> Next() {
+    std::vector<Chunk> chunks;
+    files_of_ = sides_.size();  // may have got holes since the last call
+    for (; side_ < sides_.size(); ++side_, range_ = 0) {
+      const std::vector<ByteRange>& ranges = sides_[side_].ranges;
+      for (; range_ < ranges.size(); ++range_, at_ = 0) {
+        at_ = std::max(at_, ranges[range_].begin);
+        while (at_ < ranges[range_].end) {
+          if (chunks.size() == kComparedChunks) return chunks;
+          Add({at_, ranges[range_].end}, &chunks);
+        }
       }
     }
+    return chunks;
   }
-  return chunks;
+
+ private:
+  // Adds a chunk of where `range` begins, unless both sides have a hole there, and goes on behind
+  // it.
+  void Add(ByteRange range, std::vector<Chunk>* chunks) {
+    LookAtFiles();
+    const Stretch front = NextOf(front_file_, range);
+    const Stretch back = NextOf(back_file_, range);
+    at_ = std::min(front.end, back.end);
+    if (front.hole && back.hole) return;
+    at_ = range.end = std::min(at_, range.begin + kChunkBytes);
+    // Pages in a row are one chunk, as far as it reaches.
+    const auto continues = [&](const Chunk& last) {
+      return last.sides == side_ && last.range.end == range.begin &&
+             last.front_hole == front.hole && last.back_hole == back.hole &&
+             range.end - last.range.begin <= kChunkBytes;
+    };
+    if (!chunks->empty() && continues(chunks->back())) {
+      chunks->back().range.end = range.end;
+    } else {
+      chunks->push_back({side_, range, front.hole, back.hole});
+    }
+  }
+  void LookAtFiles() {
+    if (std::exchange(files_of_, side_) == side_) return;
+    const auto sparse = [](const std::shared_ptr<const UniqueFd>& memfd) {
+      return memfd != nullptr && HasHoles(*memfd) ? memfd.get() : nullptr;
+    };
+    front_file_ = sparse(sides_[side_].front_file);
+    back_file_ = sparse(sides_[side_].back_file);
+  }
+
+  const std::vector<ComparedSides>& sides_;
+  size_t side_ = 0;
+  size_t range_ = 0;
+  int64_t at_ = 0;
+  size_t files_of_ = 0;  // whose files these are; null: without holes
+  const UniqueFd* front_file_ = nullptr;
+  const UniqueFd* back_file_ = nullptr;
+};
+
+// What is compared with data in place of a hole.
+char* Zeros() {
+  static char zeros[kChunkBytes] = {};
+  return zeros;
 }
 
 // Digests of 8 bytes at a time are faster than of one.
-BoundPiece Bytes(const MemorySpan& memory, const ByteRange& range) {
+BoundPiece Bytes(const MemorySpan& memory, const ByteRange& range, bool hole) {
   constexpr int64_t kWide = 8;
   const int64_t bytes = range.end - range.begin;
   const bool wide = bytes % kWide == 0 && range.begin % kWide == 0;
   const Dims shape = {wide ? bytes / kWide : bytes};
-  return {wide ? DType::kInt64 : DType::kUint8,
-          shape,
-          WholeBox(shape),
-          {1},
-          memory.data + range.begin,
-          "unnamed bytes"};
+  return {wide ? DType::kInt64 : DType::kUint8,       shape,          WholeBox(shape), {1},
+          hole ? Zeros() : memory.data + range.begin, "unnamed bytes"};
 }
 
 absl::Status Differ(const ComparedSides& sides, const ByteRange& range, const std::string& label) {
@@ -113,6 +194,57 @@ absl::Status Differ(const ComparedSides& sides, const ByteRange& range, const st
             sides.pair.region, sides.pair.back, label, range.begin, range.end),
       "layout.backs");
 }
+
+// Compares chunks until all are compared, or one differs.
+class Comparison : public std::enable_shared_from_this<Comparison> {
+ public:
+  Comparison(Transport* transport, std::vector<ComparedSides> sides, std::string label,
+             std::function<void(absl::Status)> done)
+      : transport_(*transport),
+        sides_(std::move(sides)),
+        label_(std::move(label)),
+        done_(std::move(done)) {}
+
+  void GoOn() {
+    std::vector<Chunk> chunks = chunks_.Next();
+    if (chunks.empty()) return End(absl::OkStatus());
+    Transfer transfer;
+    transfer.want_source_digests = true;
+    transfer.label = label_;
+    for (const Chunk& chunk : chunks) {
+      const ComparedSides& sides = sides_[chunk.sides];
+      transfer.source.push_back(Bytes(sides.front, chunk.range, chunk.front_hole));
+      transfer.source.push_back(Bytes(sides.back, chunk.range, chunk.back_hole));
+    }
+    for (const ComparedSides& each : sides_) {
+      transfer.keep_alive.push_back(each.front.keep_alive);
+      transfer.keep_alive.push_back(each.back.keep_alive);
+    }
+    transport_.Submit(std::move(transfer), [self = shared_from_this(), chunks = std::move(chunks)](
+                                               const TransferResult& result) {
+      if (!result.status.ok()) return self->End(result.status);
+      for (size_t c = 0; c < chunks.size(); ++c) {
+        if (result.source_digests[2 * c] == result.source_digests[2 * c + 1]) continue;
+        const Chunk& chunk = chunks[c];
+        return self->End(Differ(self->sides_[chunk.sides], chunk.range, self->label_));
+      }
+      self->GoOn();
+    });
+  }
+
+ private:
+  // P8: the memory is let go first.
+  void End(const absl::Status& status) {
+    sides_.clear();
+    done_(status);
+  }
+
+  Transport& transport_;
+  std::vector<ComparedSides> sides_;
+  const std::string label_;
+  const std::function<void(absl::Status)> done_;
+  Chunks chunks_{&sides_};
+};
 
 }  // namespace
 
@@ -152,31 +284,7 @@ int64_t BytesOf(const UnnamedBytes& unnamed) {
 
 void CompareSides(Transport* transport, std::vector<ComparedSides> sides, const std::string& label,
                   std::function<void(absl::Status)> done) {
-  const auto chunks = std::make_shared<const std::vector<Chunk>>(ChunksOf(sides));
-  if (chunks->empty()) return done(absl::OkStatus());
-  Transfer transfer;
-  transfer.want_source_digests = true;
-  transfer.label = label;
-  for (const Chunk& chunk : *chunks) {
-    transfer.source.push_back(Bytes(sides[chunk.sides].front, chunk.range));
-    transfer.source.push_back(Bytes(sides[chunk.sides].back, chunk.range));
-  }
-  for (const ComparedSides& each : sides) {
-    transfer.keep_alive.push_back(each.front.keep_alive);
-    transfer.keep_alive.push_back(each.back.keep_alive);
-  }
-  // P8: the memory is held by the job alone.
-  for (ComparedSides& each : sides) each.front = each.back = {};
-  transport->Submit(std::move(transfer), [sides = std::move(sides), chunks, label,
-                                          done = std::move(done)](const TransferResult& result) {
-    if (!result.status.ok()) return done(result.status);
-    for (size_t c = 0; c < chunks->size(); ++c) {
-      if (result.source_digests[2 * c] == result.source_digests[2 * c + 1]) continue;
-      const Chunk& chunk = (*chunks)[c];
-      return done(Differ(sides[chunk.sides], chunk.range, label));
-    }
-    done(absl::OkStatus());
-  });
+  std::make_shared<Comparison>(transport, std::move(sides), label, std::move(done))->GoOn();
 }
 
 }  // namespace refitd

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "transport/base/unique_fd.h"
 #include "transport/plan/layout.h"
 #include "transport/transport.h"
 
@@ -43,12 +44,17 @@ struct ComparedSides {
   RegionBack pair;
   MemorySpan front;
   MemorySpan back;
+  // The sides' memfds, whose holes are zeros; null: the memory has no holes.
+  std::shared_ptr<const UniqueFd> front_file;
+  std::shared_ptr<const UniqueFd> back_file;
   std::vector<ByteRange> ranges;
 };
 
-// Reads both sides, and calls `done` once, on a thread of the transport, or on this one if there is
-// nothing to read. FAILED_PRECONDITION names the first bytes that differ, within 64 KiB, and
-// `label`, whose memory it is. P6: the job holds the memory.
+// Reads both sides, kComparedChunks chunks at a time, and calls `done` once, on a thread of the
+// transport, or on this one if there is nothing to read. FAILED_PRECONDITION names the first bytes
+// that differ, within 64 KiB, and `label`, whose memory it is. P6: the job holds the memory. P10:
+// holes of memfds are not read, since the pages that this makes would be charged to the daemon.
+inline constexpr size_t kComparedChunks = 4096;
 void CompareSides(Transport* transport, std::vector<ComparedSides> sides, const std::string& label,
                   std::function<void(absl::Status)> done);
 

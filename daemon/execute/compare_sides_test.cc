@@ -1,5 +1,8 @@
 #include "daemon/execute/compare_sides.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
@@ -15,6 +18,8 @@
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/host/host_transport.h"
+#include "transport/host/memory.h"
+#include "transport/unprepared_transport_testing.h"
 
 namespace refitd {
 namespace {
@@ -121,6 +126,8 @@ struct Memory {
                  {{{kFront, kBack},
                    {front.data(), kBytes, alive, {}},
                    {back.data(), kBytes, alive, {}},
+                   nullptr,
+                   nullptr,
                    ranges}},
                  "instance i rank 0", [&](absl::Status status) {
                    MutexLock lock(&mutex);
@@ -156,6 +163,144 @@ TEST_CASE("bytes that differ where no tensor lies are found, and others are not 
   CHECK_THAT(Message(differ),
              Contains("region 1 and its back 2 of instance i rank 0 differ") && Contains(where));
   CHECK(FailureOf(differ).field == "layout.backs");
+}
+
+// Counts the pieces of the largest transfer.
+class CountingTransport final : public UnpreparedTransport {
+ public:
+  using UnpreparedTransport::Submit;
+  void Submit(Transfer transfer, std::function<void(TransferResult)> done) override {
+    {
+      MutexLock lock(&mutex_);
+      most_ = std::max(most_, transfer.source.size());
+    }
+    host_->Submit(std::move(transfer), std::move(done));
+  }
+  void Submit(ReadbackJob job, std::function<void(ReadbackResult)> done) override {
+    host_->Submit(std::move(job), std::move(done));
+  }
+  size_t most() {
+    MutexLock lock(&mutex_);
+    return most_;
+  }
+
+ private:
+  const std::unique_ptr<Transport> host_ = MakeHostTransport({.threads = 2});
+  Mutex mutex_;
+  size_t most_ ABSL_GUARDED_BY(mutex_) = 0;
+};
+
+// Two sides of memory in sealed memfds, which have no pages yet.
+struct Files {
+  struct Side {
+    explicit Side(int64_t bytes)
+        : fd(std::make_shared<const UniqueFd>(CreateSealedMemfd("side", bytes).value())),
+          mapping(HostRegion::Map(*fd, bytes, Access::kReadWrite, /*populate=*/false).value()) {}
+    MemorySpan span() const { return {mapping->data(), mapping->bytes(), mapping, {}}; }
+    char& operator[](int64_t at) const { return mapping->data()[at]; }
+    int64_t blocks() const {
+      struct stat file {};
+      REQUIRE(fstat(fd->get(), &file) == 0);
+      return file.st_blocks;
+    }
+    // All bytes; makes no pages.
+    std::string Read() const {
+      std::string bytes(static_cast<size_t>(mapping->bytes()), '?');
+      REQUIRE(pread(fd->get(), bytes.data(), bytes.size(), 0) == mapping->bytes());
+      return bytes;
+    }
+
+    std::shared_ptr<const UniqueFd> fd;
+    std::shared_ptr<const HostRegion> mapping;
+  };
+  explicit Files(int64_t bytes) : front(bytes), back(bytes) {}
+
+  absl::Status Compare(const Ranges& ranges) {
+    Mutex mutex;
+    std::optional<absl::Status> answer;
+    const int64_t pages = front.blocks() + back.blocks();
+    CompareSides(&transport,
+                 {{{kFront, kBack}, front.span(), back.span(), front.fd, back.fd, ranges}},
+                 "instance i rank 0", [&](absl::Status status) {
+                   MutexLock lock(&mutex);
+                   answer = std::move(status);
+                 });
+    REQUIRE(Eventually([&] {
+      MutexLock lock(&mutex);
+      return answer.has_value();
+    }));
+    CHECK(front.blocks() + back.blocks() == pages);
+    CHECK(transport.most() <= 2 * kComparedChunks);
+    return *answer;
+  }
+
+  CountingTransport transport;
+  Side front;
+  Side back;
+};
+
+TEST_CASE("holes of sparse sides are zeros, and are not filled (P10)") {
+  constexpr int64_t kSize = int64_t{1} << 30;
+  Files files(kSize);
+  const Ranges all = {{0, kSize}};
+  CHECK(files.Compare(all).ok());
+  files.front[5 * 4096 + 7] = files.back[5 * 4096 + 7] = 'x';
+  files.front[kSize / 2] = 0;  // a page of zeros beside a hole
+  files.back[kSize - 1] = 0;
+  CHECK(files.Compare(all).ok());
+  const bool in_back = GENERATE(false, true);
+  (in_back ? files.back : files.front)[kSize / 2 + 4096 + 1] = 'x';
+  const absl::Status differ = files.Compare(all);
+  CHECK(absl::IsFailedPrecondition(differ));
+  CHECK_THAT(Message(differ), Contains("to 536879104, where no box"));
+  CHECK(files.Compare({{0, kSize / 2 + 4097}, {kSize / 2 + 4098, kSize}}).ok());
+}
+
+TEST_CASE("the chunks of a large arena were listed all at once (P10)") {
+  constexpr auto kRanges = static_cast<int64_t>(2 * kComparedChunks + 10);
+  Ranges ranges;
+  for (int64_t i = 0; i < kRanges; ++i) ranges.push_back({8 * i, 8 * i + 4});
+  Files files(8 * kRanges);
+  std::memset(&files.front[0], 'a', 8 * kRanges);
+  std::memset(&files.back[0], 'a', 8 * kRanges);
+  CHECK(files.Compare(ranges).ok());
+  const int64_t at = GENERATE(0, kRanges / 2, kRanges - 1);
+  files.back[8 * at + 3] = 'b';
+  CHECK_THAT(Message(files.Compare(ranges)),
+             Contains(fmt::format("differ within bytes {} to {}", 8 * at, 8 * at + 4)));
+}
+
+TEST_CASE("of random pages and ranges, those that differ are found") {
+  std::mt19937 random(GENERATE(range(0U, 40U)));
+  const auto in = [&random](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
+  constexpr int64_t kSize = 64 * 4096;
+  Files files(kSize);
+  const int64_t density = in(1, 6);
+  for (int64_t page = 0; page < 64; ++page) {
+    for (const Files::Side* side : {&files.front, &files.back}) {
+      if (in(0, density) == 0) (*side)[page * 4096 + in(0, 4095)] = 0;
+    }
+    if (in(0, density) > 0) continue;
+    const int64_t at = page * 4096 + in(0, 4095);
+    files.front[at] = files.back[at] = 'x';
+  }
+  if (in(0, 1) == 0) (in(0, 1) == 0 ? files.front : files.back)[in(0, kSize - 1)] ^= 3;
+  Ranges ranges;
+  for (int64_t at = in(0, 9000); at < kSize; at += in(1, 9000)) {
+    const int64_t end = std::min(kSize, at + in(1, 40'000));
+    ranges.push_back({at, end});
+    at = end;
+  }
+  const std::string front = files.front.Read();
+  const std::string back = files.back.Read();
+  const bool equal = std::all_of(ranges.begin(), ranges.end(), [&](const ByteRange& range) {
+    const auto begin = static_cast<size_t>(range.begin);
+    const auto bytes = static_cast<size_t>(range.end - range.begin);
+    return front.compare(begin, bytes, back, begin, bytes) == 0;
+  });
+  CHECK(files.Compare(ranges).ok() == equal);
 }
 
 }  // namespace

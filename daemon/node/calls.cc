@@ -64,7 +64,7 @@ absl::Status Calls::AdmitOpening(CallId id, MemberId member, int64_t most_of_mem
   });
   if (of_member >= most_of_member || opening_.size() >= kMaxOpening) {
     return Error(absl::StatusCode::kResourceExhausted,
-                 "{} calls of the member, {} of all, wait for device memory already", of_member,
+                 "{} calls of the member, {} of all, wait for memory already", of_member,
                  opening_.size());
   }
   REFITD_CHECK(opening_.emplace(id, Opening{member, false}).second);

@@ -3,7 +3,7 @@
 //
 // Invariants
 //  1. A call is answered once: Take removes it, and a second Take finds nothing.
-//  2. At most kMaxCalls calls wait for a machine's answer, and at most kMaxOpening calls for device
+//  2. At most kMaxCalls calls wait for a machine's answer, and at most kMaxOpening calls for
 //     memory.
 //  3. A bucket's regions stay while its call is unanswered: IsSource says which are in use (P6).
 //
@@ -36,8 +36,8 @@ using ReplyFunction = std::function<void(absl::Status, const ReplyPayload&)>;
 class Calls {
  public:
   static constexpr size_t kMaxCalls = 65'536;  // of all members
-  // The most calls of all members that wait for device memory: RegisterRegion, PushBucket with
-  // handles, and Begin and LeaseSlot on a GPU.
+  // The most calls of all members that wait for memory: RegisterRegion, PushBucket with handles,
+  // Begin and LeaseSlot on a GPU, and RegisterLayout of what must be read before.
   static constexpr size_t kMaxOpening = 4096;
 
   // A layout that its group's coordinator has not answered yet.
@@ -72,14 +72,14 @@ class Calls {
   // Whether the region is the source of an unanswered bucket.
   bool IsSource(RegionId region) const;
 
-  // ---- calls that wait for device memory, before their event enters the group ----
+  // ---- calls that wait for memory, before their event enters the group ----
   // RESOURCE_EXHAUSTED: `most_of_member` calls of the member wait already, or kMaxOpening of all.
   absl::Status AdmitOpening(CallId id, MemberId member, int64_t most_of_member);
   // The member whose call waits. CANCELLED: the caller has left.
   absl::StatusOr<MemberId> OpeningOf(CallId id) const;
   // Ends the call's wait. CANCELLED: the caller left meanwhile.
   absl::Status EndOpening(CallId id);
-  // Notes that the caller has left, if the call waits for device memory.
+  // Notes that the caller has left, if the call waits for memory.
   void NoteCallerLeft(CallId id);
 
   // Aborts the process if an invariant does not hold.

@@ -200,10 +200,9 @@ void DataPlane::CompareThenReport(const std::string& group, VerifyDone verified,
       });
 }
 
-void DataPlane::CompareSides(std::vector<ComparedSides> sides, const GroupRecord& group,
-                             MemberId member, std::function<void(const absl::Status&)> done) {
-  refitd::CompareSides(transport_.get(), std::move(sides), MemoryOf(group).LabelOf(member),
-                       std::move(done));
+void DataPlane::CompareSides(std::vector<ComparedSides> sides, const std::string& label,
+                             std::function<void(const absl::Status&)> done) {
+  refitd::CompareSides(transport_.get(), std::move(sides), label, std::move(done));
 }
 
 absl::Status DataPlane::Digest(const GroupRecord& group, MemberId member,

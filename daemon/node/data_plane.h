@@ -82,8 +82,8 @@ class DataPlane {
                       const std::shared_ptr<const Layout>& layout,
                       std::function<void(absl::StatusOr<uint64_t>)> done);
   // Compares the sides of a member's arenas (compare_sides.h), of which there are bytes to compare.
-  // `done` is called without the mutex.
-  void CompareSides(std::vector<ComparedSides> sides, const GroupRecord& group, MemberId member,
+  // Called without the mutex, and so is `done`.
+  void CompareSides(std::vector<ComparedSides> sides, const std::string& label,
                     std::function<void(const absl::Status&)> done);
   // Drops the digests of an update that has ended.
   void Forget(UpdateId update) { executor_.Forget(update); }

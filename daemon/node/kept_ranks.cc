@@ -119,7 +119,7 @@ std::optional<KeptRank> KeptOf(const MemberRecord& member, TimePoint until) {
   for (const RegionBack& pair : member.layout->backs) {
     const RegionRecord& front = member.regions.at(member.Side(pair.region, /*back=*/false));
     const RegionRecord& back = member.regions.at(member.Side(pair.region, /*back=*/true));
-    if (front.descriptor == nullptr || back.descriptor == nullptr) return std::nullopt;
+    if (!front.for_next_rank || !back.for_next_rank) return std::nullopt;
     kept.arenas.push_back({front, back});
   }
   return kept;

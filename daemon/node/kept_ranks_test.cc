@@ -50,7 +50,8 @@ struct Dead {
 RegionRecord Side(int64_t bytes, bool keep = true) {
   RegionRecord region;
   region.memory.bytes = bytes;
-  if (keep) region.descriptor = std::make_shared<const UniqueFd>();
+  region.descriptor = std::make_shared<const UniqueFd>();
+  region.for_next_rank = keep;
   return region;
 }
 

@@ -58,6 +58,9 @@ struct RegionRecord {
   bool pinned = false;  // with on_device: host memory that the device reads and writes
   // The member's descriptor, if the daemon was asked to keep it; null: it was closed.
   std::shared_ptr<const UniqueFd> descriptor{};
+  bool for_next_rank = false;  // as the descriptor is (KeepDescriptor)
+  // Null: the memory is pages that the mapping has, whatever the descriptor.
+  std::shared_ptr<const UniqueFd> memfd() const { return on_device ? nullptr : descriptor; }
   // The same string for all regions of the same memory: the memfd's device and inode, or the
   // block's address. (A VMM allocation that is registered twice is mapped twice and not
   // recognised.)
@@ -151,8 +154,10 @@ struct MemberRecord {
     for (size_t i = 0; i < of.backs.size(); ++i) {
       const RegionBack& pair = of.backs[i];
       if ((*outside)[i].empty()) continue;
+      const RegionRecord& front = regions.at(pair.region);
+      const RegionRecord& back = regions.at(pair.back);
       sides.push_back(
-          {pair, regions.at(pair.region).memory, regions.at(pair.back).memory, (*outside)[i]});
+          {pair, front.memory, back.memory, front.memfd(), back.memfd(), (*outside)[i]});
     }
     return sides;
   }

@@ -140,20 +140,22 @@ class MemberCalls {
   absl::StatusOr<std::shared_ptr<const Layout>> CheckLayout(const Caller& caller, bool engine,
                                                             Layout layout, ByteLedger::Hold hold,
                                                             UnnamedBytes* unnamed);
-  Registering Parked(const MemberRecord& member, Registering r)
+  absl::Status Park(const MemberRecord& member, Registering* r)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  void Refuse(const Registering& parked, const absl::Status& why);
+  // Compares the sides of its arenas without the mutex, then goes on.
+  void Compare(const Registering& parked, std::vector<ComparedSides> sides,
+               const std::string& label, std::optional<uint64_t> content);
   void HandLayout(Registering r, std::optional<uint64_t> content);
   absl::StatusOr<MemberRecord*> AdmitLayout(const Caller& caller, bool engine, const Layout& layout)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   std::string_view DiffersFromKept(const MemberRecord& member, uint64_t layout_digest,
                                    std::optional<uint64_t> content) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-  absl::Status ReadContent(const MemberRecord& member, const Registering& r)
+  absl::Status ReadContent(const MemberRecord& member, Registering* r)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
-  // True: HandLayout is called again, when nothing of an earlier lease is written to the rank's
-  // memory any more.
-  bool AwaitEarlierLeases(const MemberRecord& member, const Registering& r,
-                          std::optional<uint64_t> content)
+  // Null: nothing of an earlier lease is written to the rank's memory any more.
+  MemberRecord* EarlierLeaseOf(const MemberRecord& member)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
   DaemonState& state_;

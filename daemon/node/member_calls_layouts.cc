@@ -48,6 +48,7 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
     int64_t bytes = 0;
     Access access = Access::kReadOnly;
     bool on_device = false;
+    bool has_descriptor = false;
   };
   std::map<RegionId, Region> regions;
   {
@@ -55,7 +56,8 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
     REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, Authenticate(state_, caller, engine));
     for (const auto& [id, region] : member->regions) {
       regions.emplace_hint(regions.end(), id,
-                           Region{region.memory.bytes, region.access, region.on_device});
+                           Region{region.memory.bytes, region.access, region.on_device,
+                                  region.descriptor != nullptr});
     }
   }
   const auto region_bytes = [&regions](RegionId id) -> std::optional<int64_t> {
@@ -89,6 +91,13 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
     }
   }
   for (const RegionBack& pair : layout.backs) {
+    for (const RegionId side : {pair.region, pair.back}) {
+      if (regions.at(side).on_device || regions.at(side).has_descriptor) continue;
+      return InvalidField("layout.backs",
+                          "layout.backs: region {} was registered without keep, which the daemon "
+                          "needs to compare an arena's sides",
+                          side);
+    }
     const bool writable = regions.at(pair.back).access == Access::kReadWrite;
     if (writable && regions.at(pair.back).on_device == regions.at(pair.region).on_device) continue;
     return InvalidField("layout.backs", "layout.backs: region {} can't be the back of region {}",
@@ -157,16 +166,23 @@ void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine,
       std::nullopt);
 }
 
-// The call is answered later. A caller that gives it up meanwhile gets no layout.
-MemberCalls::Registering MemberCalls::Parked(const MemberRecord& member, Registering r) {
-  r.parked = state_.calls.AdmitOpening(r.call, member.id, Calls::kMaxOpening).ok();
-  return r;
+// The call is answered later: by HandLayout or Refuse. A caller that gives it up meanwhile gets no
+// layout.
+absl::Status MemberCalls::Park(const MemberRecord& member, Registering* r) {
+  REFITD_RETURN_IF_ERROR(state_.calls.AdmitOpening(r->call, member.id, Calls::kMaxOpening));
+  r->parked = true;
+  return absl::OkStatus();
+}
+
+void MemberCalls::Refuse(const Registering& parked, const absl::Status& why) {
+  StateLock lock(&state_.mutex);
+  (void)state_.calls.EndOpening(parked.call);
+  lock.Answer([reply = parked.reply, why] { reply(why); });
 }
 
 // Copies of an earlier lease of the rank, or of its process, may still write to memory that this
 // lease shares as well. They end by themselves (P6).
-bool MemberCalls::AwaitEarlierLeases(const MemberRecord& member, const Registering& r,
-                                     std::optional<uint64_t> content) {
+MemberRecord* MemberCalls::EarlierLeaseOf(const MemberRecord& member) {
   const auto earlier = [&member](const MemberRecord& other) {
     const auto& process = member.peer.credentials;
     const auto& others = other.peer.credentials;
@@ -177,12 +193,18 @@ bool MemberCalls::AwaitEarlierLeases(const MemberRecord& member, const Registeri
            other.rank == member.rank;
   };
   for (const auto& [id, other] : state_.members.all()) {
-    if (!earlier(other)) continue;
-    state_.members.Find(id)->on_erased.push_back(
-        [this, parked = Parked(member, r), content] { HandLayout(parked, content); });
-    return true;
+    if (earlier(other)) return state_.members.Find(id);
   }
-  return false;
+  return nullptr;
+}
+
+void MemberCalls::Compare(const Registering& parked, std::vector<ComparedSides> sides,
+                          const std::string& label, std::optional<uint64_t> content) {
+  state_.data_plane->CompareSides(std::move(sides), label,
+                                  [this, parked, content](const absl::Status& equal) {
+                                    if (!equal.ok()) return Refuse(parked, equal);
+                                    HandLayout(parked, content);
+                                  });
 }
 
 // Gives the layout to the group, once the sides of its arenas were compared where it names nothing.
@@ -196,7 +218,12 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   const absl::StatusOr<MemberRecord*> member = AdmitLayout(r.caller, r.engine, *r.layout);
   if (status.ok()) status = member.status();
   if (status.ok() && !r.layout->backs.empty()) {
-    if (AwaitEarlierLeases(**member, r, content)) return;
+    if (MemberRecord* const earlier = EarlierLeaseOf(**member); earlier != nullptr) {
+      status = Park(**member, &r);
+      if (!status.ok()) return lock.Answer([reply = std::move(r.reply), status] { reply(status); });
+      earlier->on_erased.push_back([this, r = std::move(r), content] { HandLayout(r, content); });
+      return;
+    }
     // The rank has no layout, as it asks.
     if (r.layout->backs_differ && (*member)->layout == nullptr &&
         state_.calls.LayoutsOf((*member)->id).empty()) {
@@ -206,17 +233,11 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
     if (!r.layout->backs_differ && !std::exchange(r.compared, true)) {
       sides = (*member)->SidesOf(*r.layout, r.unnamed);
     }
-    if (!sides.empty()) {
-      return state_.data_plane->CompareSides(
-          std::move(sides), *state_.groups.Of(**member), (*member)->id,
-          [this, parked = Parked(**member, r), content](const absl::Status& equal) {
-            if (equal.ok()) return HandLayout(parked, content);
-            StateLock ended(&state_.mutex);
-            if (parked.parked) {
-              (void)state_.calls.EndOpening(parked.call);
-            }
-            ended.Answer([reply = parked.reply, equal] { reply(equal); });
-          });
+    if (!sides.empty()) status = Park(**member, &r);
+    if (!sides.empty() && status.ok()) {
+      const auto memory = state_.data_plane->MemoryOf(*state_.groups.Of(**member));
+      return lock.Last([this, sides = std::move(sides), label = memory.LabelOf((*member)->id),
+                        r = std::move(r), content] { Compare(r, sides, label, content); });
     }
   }
   const bool first = status.ok() && (*member)->claims.has_value() && (*member)->layout == nullptr;
@@ -225,7 +246,7 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
   if (first && (*member)->restores && !restores) content = OtherThan((*member)->claims->digest);
   const bool other = restores && (*member)->kept->layout_digest != registered.digest;
   if (first && !content.has_value() && !other) {
-    status = ReadContent(**member, r);
+    status = ReadContent(**member, &r);
     if (status.ok()) return;
   }
   if (status.ok() && restores) {
@@ -264,13 +285,16 @@ std::string_view MemberCalls::DiffersFromKept(const MemberRecord& member, uint64
   return replaced ? "the group was replaced" : "";
 }
 
-absl::Status MemberCalls::ReadContent(const MemberRecord& member, const Registering& r) {
+absl::Status MemberCalls::ReadContent(const MemberRecord& member, Registering* r) {
+  REFITD_RETURN_IF_ERROR(Park(member, r));
   const GroupRecord& group = *state_.groups.Of(member);
-  return state_.data_plane->Digest(group, member.id, r.layout,
-                                   [this, r](const absl::StatusOr<uint64_t>& content) {
-                                     if (!content.ok()) return r.reply(content.status());
-                                     HandLayout(r, *content);
-                                   });
+  const absl::Status begun = state_.data_plane->Digest(
+      group, member.id, r->layout, [this, r = *r](const absl::StatusOr<uint64_t>& content) {
+        if (!content.ok()) return Refuse(r, content.status());
+        HandLayout(r, *content);
+      });
+  if (!begun.ok()) (void)state_.calls.EndOpening(r->call);
+  return begun;
 }
 
 }  // namespace refitd

@@ -1,6 +1,7 @@
 #include "daemon/node/member_memory.h"
 
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -69,9 +70,23 @@ std::string IdentityOf(const MemoryOrigin& file) {
 
 // Whether the first `bytes` of the memfd have pages. The daemon must not fill in pages that the
 // owner never touched, since they would be charged to the daemon.
-bool HasPages(const struct stat& file, int64_t bytes) {
-  constexpr int64_t kStatBlockBytes = 512;
-  return file.st_blocks * kStatBlockBytes >= bytes;
+bool HasPages(const UniqueFd& fd, int64_t bytes) { return lseek(fd.get(), 0, SEEK_HOLE) >= bytes; }
+
+// What a kept rank has in host memory, which limits.mapped_bytes counts.
+bool HasHostMemory(const KeptRank& kept) {
+  const auto counts = [](const RegionRecord& side) { return !side.on_device || side.pinned; };
+  return std::any_of(kept.arenas.begin(), kept.arenas.end(), [&counts](const auto& arena) {
+    return counts(arena.front) || counts(arena.back);
+  });
+}
+
+// Waits for work of another thread, which `begin` is given the end of, to be called once.
+bool EndsInTime(const std::function<void(std::function<void()>)>& begin) {
+  // Work that is dropped because the daemon ends breaks the promise, which ends the wait too.
+  auto ended = std::make_shared<std::promise<void>>();
+  const std::future<void> wait = ended->get_future();
+  begin([ended = std::move(ended)] { ended->set_value(); });
+  return wait.wait_for(kDriverWait) == std::future_status::ready;
 }
 
 }  // namespace
@@ -86,23 +101,20 @@ absl::StatusOr<MemoryOrigin> MemberMemory::OriginOf(const UniqueFd& fd) {
 absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOrigin& origin,
                                              int64_t bytes, Access access,
                                              const std::string& identity) {
-  REFITD_ASSIGN_OR_RETURN(const struct stat file, LookAt(fd));
-  const Key key{origin.space, origin.object, access};
+  const Key key{origin.space, origin.object, access, std::nullopt};
   std::shared_ptr<const Mapping> mapping = Find(key, bytes);
   if (mapping == nullptr) {
     auto made = std::make_shared<Mapping>();
     REFITD_ASSIGN_OR_RETURN(made->hold, Count(identity, bytes));
-    REFITD_ASSIGN_OR_RETURN(made->region,
-                            HostRegion::Map(fd, bytes, access, HasPages(file, bytes)));
+    REFITD_ASSIGN_OR_RETURN(made->region, HostRegion::Map(fd, bytes, access, HasPages(fd, bytes)));
     Keep(key, made);
     mapping = std::move(made);
   }
-  return MemorySpan{mapping->region->data(), bytes, mapping,
-                    MemoryOrigin{MemoryOrigin::Kind::kFile, file.st_dev, file.st_ino, 0}};
+  return MemorySpan{mapping->region->data(), bytes, mapping, origin};
 }
 
-// While a limit refuses the bytes, kept host arenas are given up, those that would end first
-// before others: of this identity if its own limit refuses, else of any.
+// While a limit refuses the bytes, kept arenas in host memory are given up, those that would end
+// first before others: of this identity if its own limit refuses, else of any.
 absl::StatusOr<ByteLedger::Hold> MemberMemory::Count(const std::string& identity, int64_t bytes) {
   if (bytes > state_.options.machine_bytes) {
     return Error(absl::StatusCode::kResourceExhausted,
@@ -117,12 +129,16 @@ absl::StatusOr<ByteLedger::Hold> MemberMemory::Count(const std::string& identity
     {
       const StateLock lock(&state_.mutex);
       given_up = state_.kept.TakeFirst([&](const KeptRank& kept) {
-        return !kept.ordinal.has_value() && (!own || IdentityOf(Peer{kept.process}) == identity);
+        return HasHostMemory(kept) && (!own || IdentityOf(Peer{kept.process}) == identity);
       });
     }
     if (!given_up.has_value()) return hold;
     LogInfo("group {}: the kept arenas of instance {} rank {} are given up, their memory is needed",
             given_up->group, given_up->instance, given_up->rank);
+    const bool on_device = given_up->ordinal.has_value();
+    given_up.reset();
+    const auto unpinned = [this](auto ended) { state_.regions_thread->Submit(std::move(ended)); };
+    if (on_device && !EndsInTime(unpinned)) return hold;
   }
 }
 
@@ -131,7 +147,7 @@ std::shared_ptr<const MemberMemory::Mapping> MemberMemory::Find(const Key& key, 
   const auto it = mappings_.find(key);
   if (it == mappings_.end()) return nullptr;
   std::shared_ptr<const Mapping> mapping = it->second.lock();
-  return mapping != nullptr && mapping->region->bytes() >= bytes ? mapping : nullptr;
+  return mapping != nullptr && mapping->bytes() >= bytes ? mapping : nullptr;
 }
 
 void MemberMemory::Keep(const Key& key, const std::shared_ptr<const Mapping>& mapping) {
@@ -155,7 +171,7 @@ absl::StatusOr<MemberRecord*> MemberMemory::Admit(const std::string& token, cons
 absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
                                                       const PeerCredentials& peer, UniqueFd fd,
                                                       RegionKind kind, int64_t bytes,
-                                                      uint64_t address, bool keep) {
+                                                      uint64_t address, KeepDescriptor keep) {
   if (bytes > state_.options.max_region_bytes) {
     return Error(absl::StatusCode::kResourceExhausted, "bytes: {} is more than max_region_bytes {}",
                  bytes, state_.options.max_region_bytes);
@@ -180,7 +196,10 @@ absl::StatusOr<RegionId> MemberMemory::RegisterRegion(const Token& token,
   // Mapping and filling page tables takes long, so it is done outside the mutex.
   REFITD_ASSIGN_OR_RETURN(region.memory,
                           Map(fd, origin, bytes, region.access, IdentityOf(Peer{peer})));
-  if (keep) region.descriptor = std::make_shared<const UniqueFd>(std::move(fd));
+  if (keep != KeepDescriptor::kNo) {
+    region.descriptor = std::make_shared<const UniqueFd>(std::move(fd));
+  }
+  region.for_next_rank = keep == KeepDescriptor::kForNextRank;
   const StateLock lock(&state_.mutex);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.members.AddRegion(member, std::move(region));
@@ -234,11 +253,8 @@ absl::Status MemberMemory::ReleaseRegion(const Token& token, const PeerCredentia
     return Take(member, region);
   };
   REFITD_ASSIGN_OR_RETURN(RegionRecord taken, take());
-  // A job that is dropped because the daemon ends breaks the promise, which ends the wait too.
-  auto closed = std::make_shared<std::promise<void>>();
-  const std::future<void> wait = closed->get_future();
-  Close(std::move(taken), [closed = std::move(closed)] { closed->set_value(); });
-  if (wait.wait_for(kDriverWait) == std::future_status::ready) return absl::OkStatus();
+  const auto close = [&](auto closed) { Close(std::move(taken), std::move(closed)); };
+  if (EndsInTime(close)) return absl::OkStatus();
   return Error(absl::StatusCode::kDeadlineExceeded,
                "region_id: {} is released, but the driver has not closed it within {} ms", region,
                kDriverWait.count());
@@ -292,14 +308,13 @@ absl::StatusOr<PoolHandle> MemberMemory::MapPool(const Token& token, const PeerC
     if (!missing.has_value()) return HandleOf(*member);
   }
   auto made = std::make_shared<absl::Status>(absl::UnavailableError("the daemon ends"));
-  // A job that is dropped because the daemon ends breaks the promise, which ends the wait too.
-  auto ended = std::make_shared<std::promise<void>>();
-  const std::future<void> wait = ended->get_future();
-  state_.regions_thread->Submit([this, made, ended = std::move(ended), pool = *missing] {
-    *made = state_.pools.MakeNow(pool);
-    ended->set_value();
-  });
-  if (wait.wait_for(kDriverWait) != std::future_status::ready) {
+  const auto make = [&](auto ended) {
+    state_.regions_thread->Submit([this, made, ended = std::move(ended), pool = *missing] {
+      *made = state_.pools.MakeNow(pool);
+      ended();
+    });
+  };
+  if (!EndsInTime(make)) {
     return Error(absl::StatusCode::kDeadlineExceeded,
                  "the driver has not made the staging slots within {} ms", kDriverWait.count());
   }
@@ -413,25 +428,27 @@ void MemberMemory::RegisterDevice(const Caller& caller, bool engine, const IpcBl
 
 absl::StatusOr<RegionRecord> MemberMemory::Pin(int ordinal, bool engine, const UniqueFd& fd,
                                                int64_t bytes, const std::string& identity) {
-  // The region is closed before its bytes count no more.
-  struct Counted {
-    ByteLedger::Hold hold;
-    std::shared_ptr<const DeviceRegion> region;
-  };
   REFITD_RETURN_IF_ERROR(CheckSealedMemfd(fd, bytes));
-  REFITD_ASSIGN_OR_RETURN(const struct stat file, LookAt(fd));
-  if (!HasPages(file, bytes)) {
-    return Error(absl::StatusCode::kFailedPrecondition,
-                 "region_kind: 3: not all of the {} bytes have pages, which who shares pinned "
-                 "memory makes",
-                 bytes);
-  }
-  auto counted = std::make_shared<Counted>();
-  REFITD_ASSIGN_OR_RETURN(counted->hold, Count(identity, bytes));
-  REFITD_ASSIGN_OR_RETURN(counted->region,
-                          state_.options.devices.memory->PinHost(ordinal, fd, bytes));
   REFITD_ASSIGN_OR_RETURN(const MemoryOrigin origin, OriginOf(fd));
-  RegionRecord record = RecordOf({counted, counted->region.get()}, engine, origin);
+  const Key key{origin.space, origin.object, Access::kReadWrite, ordinal};
+  std::shared_ptr<const Mapping> mapping = Find(key, bytes);
+  if (mapping == nullptr) {
+    if (!HasPages(fd, bytes)) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   "region_kind: 3: not all of the {} bytes have pages, which who shares pinned "
+                   "memory makes",
+                   bytes);
+    }
+    auto made = std::make_shared<Mapping>();
+    REFITD_ASSIGN_OR_RETURN(made->hold, Count(identity, bytes));
+    REFITD_ASSIGN_OR_RETURN(made->pinned,
+                            state_.options.devices.memory->PinHost(ordinal, fd, bytes));
+    Keep(key, made);
+    mapping = std::move(made);
+  }
+  const DeviceRegion* const pinned = mapping->pinned.get();
+  RegionRecord record = RecordOf({std::move(mapping), pinned}, engine, origin);
+  record.memory.bytes = bytes;
   record.identity = IdentityOf(origin);
   record.pinned = true;
   return record;
@@ -440,7 +457,7 @@ absl::StatusOr<RegionRecord> MemberMemory::Pin(int ordinal, bool engine, const U
 absl::StatusOr<RegionId> MemberMemory::RegisterOnDevice(const Token& token,
                                                         const PeerCredentials& peer, UniqueFd fd,
                                                         RegionKind kind, int64_t bytes,
-                                                        uint64_t address, bool keep) {
+                                                        uint64_t address, KeepDescriptor keep) {
   const std::string key(token.begin(), token.end());
   int ordinal = 0;
   bool engine = false;
@@ -463,7 +480,7 @@ absl::StatusOr<RegionId> MemberMemory::RegisterOnDevice(const Token& token,
     origin = ExportOrigin(*member, address);
   }
   std::shared_ptr<const UniqueFd> kept;
-  if (keep) {
+  if (keep != KeepDescriptor::kNo) {
     REFITD_ASSIGN_OR_RETURN(UniqueFd copy, DuplicateOf(fd));
     kept = std::make_shared<const UniqueFd>(std::move(copy));
   }
@@ -477,6 +494,7 @@ absl::StatusOr<RegionId> MemberMemory::RegisterOnDevice(const Token& token,
     region = RecordOf(std::move(imported), engine, origin);
   }
   region.descriptor = std::move(kept);
+  region.for_next_rank = keep == KeepDescriptor::kForNextRank;
   const StateLock lock(&state_.mutex);
   REFITD_ASSIGN_OR_RETURN(MemberRecord * member, Admit(key, Peer{peer}, region.identity));
   return state_.members.AddRegion(member, std::move(region));

@@ -6,8 +6,9 @@
 // Invariants
 //  1. The bytes of host memory that are mapped at a time, of all members and of one identity, stay
 //     within their limits (ByteLedger), and one region within the machine's memory (P10).
-//  2. A memfd is mapped once for reading and once for writing, however many regions it is: regions
-//     share a mapping that covers them, which counts once, for the identity that brought it first.
+//  2. A memfd is mapped once for reading, once for writing and once for each GPU that it is pinned
+//     for, however many regions it is: regions share a mapping that covers them, which counts once,
+//     for the identity that brought it first.
 //  3. A caller whose call was answered may free its memory: the daemon has closed it (P8).
 //
 // Opening and closing device memory takes up to milliseconds, and longer if a context is made. It
@@ -68,7 +69,8 @@ class MemberMemory : public DescriptorHandler {
   // ---- the descriptor socket ----
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                           UniqueFd fd, RegionKind kind, int64_t bytes,
-                                          uint64_t address = 0, bool keep = false) override;
+                                          uint64_t address = 0,
+                                          KeepDescriptor keep = KeepDescriptor::kNo) override;
   absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
                              RegionId region) override;
   absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) override;
@@ -93,12 +95,16 @@ class MemberMemory : public DescriptorHandler {
   void AnswerClosed(std::function<void()> answer);
 
  private:
-  // A mapping, counted while it lives.
+  // A mapping, counted until it is closed: of the two regions it has one.
   struct Mapping {
+    int64_t bytes() const { return region != nullptr ? region->bytes() : pinned->bytes(); }
+
     ByteLedger::Hold hold;
     std::shared_ptr<const HostRegion> region;
+    std::shared_ptr<const DeviceRegion> pinned;
   };
-  using Key = std::tuple<uint64_t, uint64_t, Access>;  // device, inode
+  // Device and inode of the file; the ordinal of the GPU that it is pinned for.
+  using Key = std::tuple<uint64_t, uint64_t, Access, std::optional<int>>;
 
   // Takes the bytes from the limits of mapped memory. RESOURCE_EXHAUSTED: a limit, or the machine's
   // memory.
@@ -126,12 +132,12 @@ class MemberMemory : public DescriptorHandler {
   // region is destroyed.
   RegionRecord RecordOf(std::shared_ptr<const DeviceRegion> region, bool engine,
                         const MemoryOrigin& origin) const;
-  // Maps and pins a memfd that has pages, and counts it as Map does.
+  // Maps and pins a memfd that has pages, or shares such a mapping; counts it as Map does.
   absl::StatusOr<RegionRecord> Pin(int ordinal, bool engine, const UniqueFd& fd, int64_t bytes,
                                    const std::string& identity);
   absl::StatusOr<RegionId> RegisterOnDevice(const Token& token, const PeerCredentials& peer,
                                             UniqueFd fd, RegionKind kind, int64_t bytes,
-                                            uint64_t address, bool keep);
+                                            uint64_t address, KeepDescriptor keep);
   // Removes the region from the records, unless it is in use. The region is unmapped when the
   // result is destroyed, which must not happen under the mutex.
   absl::StatusOr<RegionRecord> Take(MemberRecord* member, RegionId region)

@@ -334,6 +334,76 @@ TEST_CASE(
   CHECK(counts(2 * kBytes));  // `record` still has it
 }
 
+TEST_CASE("pages beyond a region were taken for its own when it was to be pinned (P10)") {
+  constexpr int64_t kBytes = 4096;
+  Gpus gpus;
+  const SharedMemory memory(2 * kBytes);
+  memory.data()[kBytes] = 'x';
+  const auto pin = [&] {
+    return gpus.parts.memory().RegisterRegion(gpus.engine.token(), *gpus.engine.peer.credentials,
+                                              UniqueFd(dup(memory.fd.get())), RegionKind::kPinned,
+                                              kBytes);
+  };
+  CHECK_THAT(Message(pin().status()), Contains("not all of the 4096 bytes have pages"));
+  memory.data()[0] = 'x';
+  const absl::StatusOr<RegionId> pinned = pin();
+  REQUIRE(pinned.ok());
+  CHECK(gpus.RecordOf(gpus.engine, *pinned).memory.bytes == kBytes);
+}
+
+TEST_CASE("kept sides in pinned memory count once when they are taken up, and give way") {
+  constexpr int64_t kBytes = 4096;
+  DaemonOptions options;
+  options.max_mapped_bytes = 2 * kBytes;
+  Gpus gpus(options);
+  std::vector<std::unique_ptr<SharedMemory>> sides;
+  for (int i = 0; i < 3; ++i) {
+    sides.push_back(std::make_unique<SharedMemory>(kBytes));
+    sides.back()->data()[0] = 'x';
+  }
+  const auto pin = [&gpus](const Attached& member, const SharedMemory& side) {
+    return gpus.parts.memory().RegisterRegion(member.token(), *member.peer.credentials,
+                                              UniqueFd(dup(side.fd.get())), RegionKind::kPinned,
+                                              kBytes, /*address=*/0, KeepDescriptor::kForNextRank);
+  };
+  const auto keep = [&] {
+    KeptRank kept;
+    kept.group = "g";
+    kept.instance = "i";
+    kept.device = "GPU-1";
+    kept.ordinal = 1;
+    kept.content = {Version(3), 11, "", 13};
+    const RegionId front = *pin(gpus.engine, *sides[0]);
+    const RegionId back = *pin(gpus.engine, *sides[1]);
+    kept.arenas = {{gpus.RecordOf(gpus.engine, front), gpus.RecordOf(gpus.engine, back)}};
+    for (const RegionId side : {front, back}) {
+      REQUIRE(gpus.Release(gpus.engine, /*engine=*/true, side) == 2);
+    }
+    StateLock lock(&gpus.parts.state().mutex);
+    REQUIRE(gpus.parts.state().kept.Keep(std::move(kept)).empty());
+  };
+  keep();
+  const auto held = [&gpus] { return gpus.parts.state().mapped.held(); };
+  CHECK(held() == 2 * kBytes);
+  // The next rank, of another process, registers what it was given.
+  const Attached next = gpus.parts.Attach(
+      DaemonParts::OnGpu(DaemonParts::Engine("j", DeliveryMode::kInPlace), 2), "g");
+  const Attached same = gpus.parts.Attach(
+      DaemonParts::OnGpu(DaemonParts::Engine("k", DeliveryMode::kInPlace), 1), "g");
+  keep();  // the rank that attached on that GPU made what was kept give way
+  const absl::StatusOr<RegionId> taken_up = pin(same, *sides[0]);
+  INFO(taken_up.status());
+  REQUIRE(taken_up.ok());
+  CHECK(held() == 2 * kBytes);
+  CHECK(gpus.memory->open_blocks() == 2);
+  REQUIRE(gpus.Release(same, /*engine=*/true, *taken_up) == 2);
+
+  CHECK(pin(next, *sides[2]).ok());
+  CHECK(held() == kBytes);
+  const StateLock lock(&gpus.parts.state().mutex);
+  CHECK(gpus.parts.state().kept.size() == 0);
+}
+
 TEST_CASE("blocks that were opened, or refused, count no more as being opened") {
   Gpus gpus;
   for (size_t i = 0; i <= Calls::kMaxOpening; ++i) {

@@ -1,6 +1,7 @@
 // Engine ranks of a daemon whose leases end, and ranks that take their places.
 #include "daemon/node/restore.h"
 
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -111,10 +112,11 @@ struct World {
     arrival.record.restores = restores;
     return parts.Attach(std::move(arrival), "g", std::nullopt);
   }
-  RegionId Share(const Attached& engine, const UniqueFd& fd) {
+  RegionId Share(const Attached& engine, const UniqueFd& fd,
+                 KeepDescriptor keep = KeepDescriptor::kForNextRank) {
     const auto region = parts.memory().RegisterRegion(engine.token(), *engine.peer.credentials,
                                                       UniqueFd(dup(fd.get())), RegionKind::kMemfd,
-                                                      kBytes, /*address=*/0, /*keep=*/true);
+                                                      kBytes, /*address=*/0, keep);
     INFO(region.status());
     REQUIRE(region.ok());
     return *region;
@@ -163,8 +165,8 @@ struct World {
     REQUIRE(committed->status().ok());
     CHECK(engine.inbox->Last<SendCommitted>()->version == Version(version));
   }
-  // Brings all of the version; the engine has to flip then.
-  void Stage(int64_t version, char value) {
+  // Begins the version, and pushes its bytes.
+  Answer Push(int64_t version, char value) {
     REQUIRE(parts.Begin(trainer, version).status().ok());
     bytes = std::string(kElements, value);
     ReceivedPush push;
@@ -173,7 +175,11 @@ struct World {
     Answer pushed;
     parts.calls().PushBucket(parts.daemon().NewCall(), trainer.caller(), std::move(push),
                              pushed.function());
-    REQUIRE(pushed.status().ok());
+    return pushed;
+  }
+  // Brings all of the version; the engine has to flip then.
+  void Stage(int64_t version, char value) {
+    REQUIRE(Push(version, value).status().ok());
     CommitEvent commit;
     commit.version = Version(version);
     commit.bucket_count = 1;
@@ -443,6 +449,38 @@ TEST_CASE(
   world.Install(3, 'c', engine);
 }
 
+TEST_CASE("sparse sides were filled with pages of the daemon, where no box lies (P10)") {
+  World world;
+  const Child child;
+  const Attached engine = world.Attach(child.process());
+  const RegionId front = world.Share(engine, world.front.fd);
+  const RegionId back = world.Share(engine, world.back.fd);
+  const auto blocks = [&world] {
+    struct stat file {};
+    int64_t all = 0;
+    for (const UniqueFd* side : {&world.front.fd, &world.back.fd}) {
+      REQUIRE(fstat(side->get(), &file) == 0);
+      all += file.st_blocks;
+    }
+    return all;
+  };
+  REQUIRE(blocks() == 0);
+  CHECK(world.Register(engine, front, back).ok());
+  CHECK(blocks() == 0);
+}
+
+TEST_CASE("sides whose descriptors the daemon has not kept are refused (P10)") {
+  World world;
+  const Child child;
+  const Attached engine = world.Attach(child.process());
+  const RegionId front = world.Share(engine, world.front.fd, KeepDescriptor::kWithRegion);
+  const RegionId back = world.Share(engine, world.back.fd, KeepDescriptor::kNo);
+  const absl::Status refused = world.Register(engine, front, back).status();
+  CHECK(absl::IsInvalidArgument(refused));
+  CHECK_THAT(Message(refused),
+             Contains(fmt::format("region {} was registered without keep", back)));
+}
+
 // The rank's process lives on, and registers at once a layout in which no tensor lies where the
 // copy of its last lease still writes.
 TEST_CASE("copies of a lease that has ended wrote to a back after its rank had registered again") {
@@ -452,14 +490,7 @@ TEST_CASE("copies of a lease that has ended wrote to a back after its rank had r
   const Child child;
   const Attached engine = world.Serve(child.process());
   held.Hold();
-  REQUIRE(world.parts.Begin(world.trainer, 1).status().ok());
-  const std::string bytes(kElements, 'a');
-  ReceivedPush push;
-  push.event.version = Version(1);
-  push.received = InlineBucket({"w", DType::kUint8, {kElements}}, bytes);
-  Answer pushed;
-  world.parts.calls().PushBucket(world.parts.daemon().NewCall(), world.trainer.caller(),
-                                 std::move(push), pushed.function());
+  world.Push(1, 'a');
   REQUIRE(Eventually([&] { return held.held() == 1; }));
   world.parts.attaches().Gone(engine.id, "its stream broke");
 
@@ -481,7 +512,7 @@ TEST_CASE("copies of a lease that has ended wrote to a back after its rank had r
   CHECK_FALSE(answer.came());
   held.Release();
   const absl::Status status = answer.status();
-  CHECK(std::string(world.back.data(), kElements) == bytes);
+  CHECK(std::string(world.back.data(), kElements) == world.bytes);
   if (!withdraws) {
     CHECK(absl::IsFailedPrecondition(status));
     CHECK_THAT(Message(status), Contains("differ within bytes 0 to 2048"));
@@ -492,6 +523,41 @@ TEST_CASE("copies of a lease that has ended wrote to a back after its rank had r
   layout.backs_differ = false;
   layout.binding_generation = 2;
   CHECK(world.Register(again, layout).ok());
+}
+
+TEST_CASE("layouts that waited beyond the limit of calls were watched no longer (P4)") {
+  auto transport = std::make_unique<HeldTransport>();
+  HeldTransport& held = *transport;
+  World world(kDefaultKeepSeconds, {}, {.transport = std::move(transport)});
+  const Child child;
+  const Attached engine = world.Serve(child.process());
+  held.Hold();
+  world.Push(1, 'a');
+  REQUIRE(Eventually([&] { return held.held() == 1; }));
+  world.parts.attaches().Gone(engine.id, "its stream broke");
+
+  const Attached again = world.Attach(child.process());
+  const RegionId front = world.Share(again, world.front.fd);
+  const RegionId back = world.Share(again, world.back.fd);
+  std::vector<Answer> answers(Calls::kMaxOpening + 1);
+  for (Answer& answer : answers) {
+    Layout layout = LayoutOf(front, kElements);
+    layout.tensors = {{"w", DType::kUint8, {kElements}}};
+    layout.backs = {{front, back}};
+    world.parts.calls().RegisterLayout(world.parts.daemon().NewCall(), again.caller(),
+                                       /*as_engine=*/true, layout,
+                                       [reply = answer.function()](const auto& registered) {
+                                         reply(registered.status(), EmptyReply{});
+                                       });
+  }
+  REQUIRE(answers.back().came());
+  CHECK(absl::IsResourceExhausted(answers.back().status()));
+  answers.pop_back();
+  for (const Answer& answer : answers) CHECK_FALSE(answer.came());
+  held.Release();
+  int registered = 0;
+  for (const Answer& answer : answers) registered += answer.status().ok() ? 1 : 0;
+  CHECK(registered == 1);
 }
 
 TEST_CASE("the arenas of a rank were lost with its daemon's link to the coordinator") {
@@ -507,7 +573,8 @@ TEST_CASE("the arenas of a rank were lost with its daemon's link to the coordina
   const SharedMemory back(kBytes);
   const auto share = [&](const SharedMemory& side) {
     return *b.memory().RegisterRegion(engine.token(), first.process(), UniqueFd(dup(side.fd.get())),
-                                      RegionKind::kMemfd, kBytes, /*address=*/0, /*keep=*/true);
+                                      RegionKind::kMemfd, kBytes, /*address=*/0,
+                                      KeepDescriptor::kForNextRank);
   };
   const RegionId read = share(front);
   Layout layout = LayoutOf(read, kElements);

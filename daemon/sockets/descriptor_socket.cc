@@ -160,8 +160,10 @@ struct DescriptorSocket::Request {
                      [](uint8_t byte) { return byte == 0; })) {
       return Error(kInvalid, "reserved bytes are not zero");
     }
-    if (wire.keep > (wire.kind == DescriptorRequestKind::kRegisterRegion ? 1 : 0)) {
-      return Error(kInvalid, "keep {}, must be 0, or 1 to register a region", wire.keep);
+    const bool registers = wire.kind == DescriptorRequestKind::kRegisterRegion;
+    if (wire.keep > (registers ? KeepDescriptor::kForNextRank : KeepDescriptor::kNo)) {
+      return Error(kInvalid, "keep {}, must be 0, or up to 2 to register a region",
+                   static_cast<uint32_t>(wire.keep));
     }
     switch (wire.kind) {
       case DescriptorRequestKind::kRegisterRegion:
@@ -375,7 +377,7 @@ DescriptorReply DescriptorSocket::Answer(const Connection& connection, Request r
     case DescriptorRequestKind::kRegisterRegion: {
       const auto region =
           handler_->RegisterRegion(token, connection.peer, std::move(request.descriptors[0]),
-                                   wire.region_kind, wire.bytes, wire.region_id, wire.keep != 0);
+                                   wire.region_kind, wire.bytes, wire.region_id, wire.keep);
       if (!region.ok()) return ReplyOf(region.status());
       reply.region_id = region->value();
       break;

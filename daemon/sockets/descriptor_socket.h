@@ -69,11 +69,10 @@ class DescriptorHandler {
  public:
   virtual ~DescriptorHandler() = default;
   // `fd` is the caller's descriptor, unchecked; `bytes` is positive. `address`: of device memory in
-  // the caller's process, as the caller says; 0: unknown. `keep`: the descriptor is kept with the
-  // region.
+  // the caller's process, as the caller says; 0: unknown.
   virtual absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                                   UniqueFd fd, RegionKind kind, int64_t bytes,
-                                                  uint64_t address, bool keep) = 0;
+                                                  uint64_t address, KeepDescriptor keep) = 0;
   virtual absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
                                      RegionId region) = 0;
   virtual absl::StatusOr<PoolHandle> MapPool(const Token& token, const PeerCredentials& peer) = 0;

@@ -30,14 +30,14 @@ class Node : public DescriptorHandler {
  public:
   absl::StatusOr<RegionId> RegisterRegion(const Token& token, const PeerCredentials& peer,
                                           UniqueFd fd, RegionKind kind, int64_t bytes,
-                                          uint64_t /*address*/, bool keep) override {
+                                          uint64_t /*address*/, KeepDescriptor keep) override {
     REFITD_RETURN_IF_ERROR(Check(token, peer));
     if (kind != RegionKind::kMemfd) return Error(absl::StatusCode::kUnimplemented, "no cuda here");
     REFITD_ASSIGN_OR_RETURN(auto region,
                             HostRegion::Map(fd, bytes, Access::kReadWrite, /*populate=*/false));
     MutexLock lock(&mutex_);
     regions_.push_back(std::move(region));
-    kept_ += keep ? 1 : 0;
+    kept_ += keep == KeepDescriptor::kNo ? 0 : 1;
     return RegionId(regions_.size());
   }
   absl::Status ReleaseRegion(const Token& token, const PeerCredentials& peer,
@@ -255,9 +255,12 @@ TEST_CASE_METHOD(Fixture, "A descriptor is kept where the request says so, and a
   DescriptorRequest request = RegisterRequest();
   CHECK(client.Ask(request, {memfd.get()})->code == 0);
   CHECK(node.kept() == 0);
-  request.keep = 1;
-  CHECK(client.Ask(request, {memfd.get()})->code == 0);
-  CHECK(node.kept() == 1);
+  using enum KeepDescriptor;
+  for (const KeepDescriptor keep : {kWithRegion, kForNextRank}) {
+    request.keep = keep;
+    CHECK(client.Ask(request, {memfd.get()})->code == 0);
+    CHECK(node.kept() == static_cast<int>(keep));
+  }
 
   DescriptorRequest take = Request(DescriptorRequestKind::kTakeKept);
   take.region_id = 1;
@@ -314,11 +317,11 @@ TEST_CASE_METHOD(Fixture, "Malformed fields are refused by name") {
   request.reserved[11] = 1;
   RequireRefused(request, {memfd.get()}, kInvalid, "reserved");
   request = RegisterRequest();
-  request.keep = 2;
-  RequireRefused(request, {memfd.get()}, kInvalid, "keep 2");
+  request.keep = static_cast<KeepDescriptor>(3);
+  RequireRefused(request, {memfd.get()}, kInvalid, "keep 3");
   request = Request(DescriptorRequestKind::kTakeKept);
   RequireRefused(request, {memfd.get()}, kInvalid, "1 descriptors");
-  request.keep = 1;
+  request.keep = KeepDescriptor::kWithRegion;
   RequireRefused(request, {}, kInvalid, "keep 1");
 }
 

@@ -180,7 +180,7 @@ class Rank {
       ++seen_.staged;
       while (hold_) cond_.Wait(&mutex_);
     }
-    const absl::Status answered = engine_->Processed(staged.version);
+    const absl::Status answered = engine_->Processed(staged.update);
     // Prepare, or the outcome, came first.
     return absl::IsFailedPrecondition(answered) ? absl::OkStatus() : answered;
   }

@@ -519,6 +519,46 @@ def check_starts_without(engine: EngineProcess, why: str, daemon: Any) -> None:
         engine.call("generate")
 
 
+def check_another_model(kind: type[EngineProcess], folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of another model, in the place of one that was killed, takes nothing up."""
+    checkpoints = [models.make(name, folder, 1) for name in ("qwen3", "qwen3-one-kv-head")]
+    restoring(daemon, monkeypatch)
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    try:
+        with kind(checkpoints[0], tmp_path / "live-0.log", follow=following(daemon), dtype="bfloat16") as engine:
+            engine.started()
+            update(engine, trainer, 1, checkpoints[0])
+            kill(engine, daemon, 1)
+        with kind(checkpoints[1], tmp_path / "live-1.log", follow=following(daemon), dtype="bfloat16") as engine:
+            check_starts_without(engine, "its layout differs", daemon)
+    finally:
+        trainer.close()
+
+
+def check_restarts_after(
+    kind: type[EngineProcess], calls: list[tuple[Any, ...]], folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is killed after these calls, and started again, has the version that it had before them."""
+    checkpoint = models.make("qwen3", folder, 1)
+    restoring(daemon, monkeypatch)
+    trainer = CheckpointTrainer(daemon.socket, checkpoint)
+    start = partial(kind, checkpoint, follow=following(daemon), dtype="bfloat16")
+    try:
+        with start(log=tmp_path / "live-0.log") as engine:
+            engine.started()
+            update(engine, trainer, 1, checkpoint)
+            before = Tokens(engine.call("generate")), engine.call("parameters")
+            for name, *arguments in calls:
+                engine.call(name, *arguments)
+            check_holds(engine, before, 1)
+            kill(engine, daemon, 1)
+        with start(log=tmp_path / "live-1.log") as engine:
+            engine.started()
+            check_holds(engine, before, 1)
+    finally:
+        trainer.close()
+
+
 def check_refused(
     kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, plant: dict[str, Any] | None = None, **options: Any
 ) -> None:

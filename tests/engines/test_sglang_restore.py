@@ -11,7 +11,8 @@ import pytest
 from refitd import testing
 from server import SglangServer
 from support import (
-    CheckpointTrainer, SglangProcess, check_holds, check_restarts, check_starts_without, following, fresh, kill, restoring, update, without_weights,
+    CheckpointTrainer, SglangProcess, check_another_model, check_holds, check_restarts, check_restarts_after, check_starts_without, following, fresh,
+    kill, restoring, update, without_weights,
 )  # fmt: skip
 from test_sglang_server import PROMPT, ready
 
@@ -23,6 +24,16 @@ def test_a_restarted_engine_has_its_version(
     name: str, ranks: int, folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_restarts(SglangProcess, name, folder, daemon, tmp_path, monkeypatch, tp=ranks)
+
+
+def test_another_model_starts_with_memory_of_its_own(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_another_model(SglangProcess, folder, daemon, tmp_path, monkeypatch)
+
+
+def test_an_engine_whose_cache_was_released_restarts(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release detaches an engine, which attaches anew, and is killed then."""
+    calls = [("release", ["kv_cache"]), ("resume", ["kv_cache"])]
+    check_restarts_after(SglangProcess, calls, folder, daemon, tmp_path, monkeypatch)
 
 
 def test_an_engine_that_starts_without_restore_leaves_nothing_kept(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

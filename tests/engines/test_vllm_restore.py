@@ -11,8 +11,8 @@ import pytest
 from refitd import testing
 from server import Server
 from support import (
-    CheckpointTrainer, EngineProcess, LaunchedProcesses, VLLM_ON_GPU, Tokens, check_holds, check_restarts, check_starts_without, following, fresh, kill,
-    restoring, update, without_weights,
+    CheckpointTrainer, EngineProcess, LaunchedProcesses, VLLM_ON_GPU, Tokens, check_another_model, check_holds, check_restarts, check_restarts_after,
+    check_starts_without, following, fresh, kill, restoring, update, without_weights,
 )  # fmt: skip
 from test_vllm_server import NATIVE_VERSIONS, PROMPT, ready
 
@@ -67,40 +67,12 @@ def test_a_weight_that_was_changed_is_no_version(folder: Path, daemon: Any, tmp_
 
 
 def test_another_model_starts_with_memory_of_its_own(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoints = [models.make(name, folder, 1) for name in ("qwen3", "qwen3-one-kv-head")]
-    restoring(daemon, monkeypatch)
-    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
-    try:
-        with EngineProcess(checkpoints[0], tmp_path / "live-0.log", follow=following(daemon), dtype="bfloat16") as engine:
-            engine.started()
-            update(engine, trainer, 1, checkpoints[0])
-            kill(engine, daemon, 1)
-        with EngineProcess(checkpoints[1], tmp_path / "live-1.log", follow=following(daemon), dtype="bfloat16") as engine:
-            check_starts_without(engine, "its layout differs", daemon)
-    finally:
-        trainer.close()
+    check_another_model(EngineProcess, folder, daemon, tmp_path, monkeypatch)
 
 
 def test_an_engine_that_slept_restarts(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sleep detaches an engine, which attaches anew, and is killed then."""
-    checkpoint = models.make("qwen3", folder, 1)
-    restoring(daemon, monkeypatch)
-    trainer = CheckpointTrainer(daemon.socket, checkpoint)
-    start = partial(EngineProcess, checkpoint, follow=following(daemon), dtype="bfloat16")
-    try:
-        with start(log=tmp_path / "live-0.log") as engine:
-            engine.started()
-            update(engine, trainer, 1, checkpoint)
-            before = Tokens(engine.call("generate")), engine.call("parameters")
-            engine.call("sleep", 1)
-            engine.call("wake_up")
-            check_holds(engine, before, 1)
-            kill(engine, daemon, 1)
-        with start(log=tmp_path / "live-1.log") as engine:
-            engine.started()
-            check_holds(engine, before, 1)
-    finally:
-        trainer.close()
+    check_restarts_after(EngineProcess, [("sleep", 1), ("wake_up",)], folder, daemon, tmp_path, monkeypatch)
 
 
 def test_a_server_that_is_killed_serves_its_version_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ class Conversation {
     std::memcpy(request.token, token.data(), token.size());
     request.bytes = in.bytes();
     request.region_id = in.region();
-    request.keep = in.keep();
+    request.keep = static_cast<KeepDescriptor>(in.keep());
     if (!in.raw_region() && !regions_.empty()) {
       request.region_id = regions_[in.region() % regions_.size()];
     }

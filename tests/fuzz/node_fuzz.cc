@@ -374,7 +374,8 @@ class World {
     Fill(*memory, in.fill());
     const auto id = daemon_->memory().RegisterRegion(
         TokenOf(*member), PeerOfMember(step, *member).credentials.value_or(PeerCredentials{}),
-        *std::move(fd), static_cast<RegionKind>(in.kind()), bytes);
+        *std::move(fd), static_cast<RegionKind>(in.kind()), bytes, /*address=*/0,
+        KeepDescriptor::kWithRegion);
     if (id.ok()) member->regions.push_back({*id, *std::move(memory)});
   }
 

@@ -1,8 +1,8 @@
 // Watches calls of the driver. Private to transport/cuda/.
 //
-// P4: a call may hang if a device hangs. A call that takes longer than `limit` is reported as a
-// loss of the GPUs (LostContext). The call goes on, so memory that it uses must stay until it
-// returns (P6).
+// P4: a call may hang if a device hangs. A call that takes longer than `limit`, and what its bytes
+// take beyond that, is reported as a loss of the GPUs (LostContext). The call goes on, so memory
+// that it uses must stay until it returns (P6).
 #ifndef REFITD_TRANSPORT_CUDA_CALL_WATCH_H_
 #define REFITD_TRANSPORT_CUDA_CALL_WATCH_H_
 
@@ -40,9 +40,10 @@ class CallWatch {
   class Call {
    public:
     // `watch` may be null: then the call is not watched. `what` is a static text that names the
-    // call in messages.
-    Call(CallWatch* watch, int device, const char* what)
-        : watch_(watch), number_(watch == nullptr ? 0 : watch->Begin(device, what)) {}
+    // call in messages. `bytes`: of host memory that it pins or lets go, whose pages the kernel
+    // goes through.
+    Call(CallWatch* watch, int device, const char* what, int64_t bytes = 0)
+        : watch_(watch), number_(watch == nullptr ? 0 : watch->Begin(device, what, bytes)) {}
     ~Call() {
       if (watch_ != nullptr) watch_->End(number_);
     }
@@ -59,10 +60,11 @@ class CallWatch {
   struct Running {
     int device = 0;
     const char* what = nullptr;
-    Clock::time_point since;
+    std::chrono::milliseconds extra{};  // beyond the limit
+    Clock::time_point since;            // `extra` later than its begin
   };
 
-  uint64_t Begin(int device, const char* what);
+  uint64_t Begin(int device, const char* what, int64_t bytes);
   void End(uint64_t number);
   void Watch();
   void Judge();

@@ -16,7 +16,7 @@ absl::StatusOr<std::unique_ptr<const PinnedFile>> PinnedFile::Map(const WatchedD
   // Pages are made here, and not by the driver, whose calls are watched.
   REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const HostRegion> region,
                           HostRegion::Map(fd, bytes, Access::kReadWrite, /*populate=*/true));
-  const CallWatch::Call call(driver.calls.get(), device, "pinning host memory");
+  const CallWatch::Call call(driver.calls.get(), device, "pinning host memory", bytes);
   REFITD_ASSIGN_OR_RETURN(const CUcontext context, driver.contexts->Get(device));
   const ScopedContext current(driver.api(), context);
   REFITD_RETURN_IF_ERROR(current.status());
@@ -27,7 +27,8 @@ absl::StatusOr<std::unique_ptr<const PinnedFile>> PinnedFile::Map(const WatchedD
 }
 
 PinnedFile::~PinnedFile() {
-  const CallWatch::Call call(driver_.calls.get(), device_, "letting go of pinned host memory");
+  const CallWatch::Call call(driver_.calls.get(), device_, "letting go of pinned host memory",
+                             bytes());
   const absl::StatusOr<CUcontext> context = driver_.contexts->Get(device_);
   if (!context.ok()) return;
   const ScopedContext current(driver_.api(), *context);

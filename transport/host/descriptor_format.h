@@ -30,6 +30,11 @@ enum class DescriptorRequestKind : uint32_t {
 // kPinned: a memfd as of kMemfd, for the GPU that the lease names to read and write.
 enum class RegionKind : uint32_t { kMemfd = 1, kDevice = 2, kPinned = 3 };
 
+// What the daemon does with the descriptor of a region that it has mapped: it closes it; keeps it
+// with the region, as it must for an arena's sides; or also gives it to the rank that takes this
+// one's place (kTakeKept).
+enum class KeepDescriptor : uint32_t { kNo = 0, kWithRegion = 1, kForNextRank = 2 };
+
 struct DescriptorRequest {
   uint32_t magic = kDescriptorMagic;
   uint32_t version = kDescriptorWireVersion;
@@ -40,10 +45,8 @@ struct DescriptorRequest {
   // kReleaseRegion: the region. kRegisterRegion of kDevice: the memory's address in the process
   // that registers it, so that the daemon recognises memory that comes twice; 0: unknown.
   uint64_t region_id = 0;
-  // kRegisterRegion of an engine: 1 if the daemon is to keep the descriptor, to give it to the rank
-  // that takes this one's place (kTakeKept); else 0.
-  uint32_t keep = 0;
-  uint8_t reserved[12] = {};  // zero
+  KeepDescriptor keep = KeepDescriptor::kNo;  // kRegisterRegion; else kNo
+  uint8_t reserved[12] = {};                  // zero
 };
 static_assert(sizeof(DescriptorRequest) == 64 && std::is_trivially_copyable_v<DescriptorRequest>);
 

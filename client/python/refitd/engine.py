@@ -46,16 +46,17 @@ class Staged:
     prepare what can be while serving, then call processed().
 
     Prepare follows, also where that was not called within `remaining_seconds`; or Aborted, after which nothing that was made of the version may
-    be used.
+    be used. `update_id`: tells two updates to one version apart; the same for all of the group's ranks.
     """
 
     version: int
+    update_id: int
     remaining_seconds: float
     engine: Engine = field(repr=False, compare=False)
 
     def processed(self) -> None:
         """Answers that this rank need not be waited for. Raises FailedPrecondition where no answer is due (any more)."""
-        self.engine.processed(self.version)
+        self.engine.processed(self)
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,11 @@ class Prepare:
 
     `remaining_seconds`: how long the update may take from now, and with `flip` how long ready(). `tensor_count`: how many tensors the trainer's ranks
     announced together; None: they did not.
-    `flip`: the version lies in the other side of the engine's arena, complete and verified; ready() puts it into place.
+    `flip`: the version lies in the other side of the engine's arena, complete and verified; ready() puts it into place. `update_id`: as Staged's.
     """
 
     version: int
+    update_id: int
     remaining_seconds: float
     tensor_count: int | None
     flip: bool
@@ -582,9 +584,9 @@ class Engine(Member):
         if kind == native.EVENT_NOTHING:
             return None
         if kind == native.EVENT_STAGED:
-            return Staged(raw.version, raw.remaining_ms / 1000, self)
+            return Staged(raw.version, raw.update_id, raw.remaining_ms / 1000, self)
         if kind == native.EVENT_PREPARE:
-            return Prepare(raw.version, raw.remaining_ms / 1000, raw.tensor_count or None, bool(raw.flip), self)
+            return Prepare(raw.version, raw.update_id, raw.remaining_ms / 1000, raw.tensor_count or None, bool(raw.flip), self)
         if kind == native.EVENT_PART:
             return Part(raw.version, raw.update_id, raw.part, self._views(handle, raw), self)
         if kind == native.EVENT_COMMITTED:
@@ -636,10 +638,10 @@ class Engine(Member):
 
     # ---- answers ----
 
-    def processed(self, version: int) -> None:
+    def processed(self, staged: Staged) -> None:
         """Answers Staged: this rank need not be waited for. Raises FailedPrecondition where no answer is due (any more), since Prepare has come,
         say."""
-        self._check("processed", checked_version(version))
+        self._check("processed", staged.update_id)
 
     def ready(self, version: int, stopped_seconds: float | None = None) -> None:
         """Answers Prepare: this rank no longer reads its weights. `stopped_seconds`: for how long it has not, by which the daemon counts pauses;

@@ -189,13 +189,14 @@ class DriverTest(unittest.TestCase):
         controls = mock.Mock(busy=lambda: busy, process_ahead=mock.Mock(side_effect=answers))
         driver = Driver(controls, Settings.of({"group": "g", "instance": "a"}, {}), world_size=1, clean=True, device="cpu")
         member = mock.Mock()
-        driver._process_ahead(refitd.Staged(7, remaining_seconds, member))
-        member.processed.assert_called_once_with(7)
+        staged = refitd.Staged(7, 70, remaining_seconds, member)
+        driver._process_ahead(staged)
+        member.processed.assert_called_once_with(staged)
         return controls.process_ahead.call_args_list
 
     def test_all_portions_are_processed(self):
-        self.assertEqual(self.calls(SECONDS, 3), [mock.call(7)] * 3)
-        self.assertEqual(self.calls(SECONDS, 3, busy=True), [mock.call(7)] * 3)
+        self.assertEqual(self.calls(SECONDS, 3), [mock.call(70)] * 3)
+        self.assertEqual(self.calls(SECONDS, 3, busy=True), [mock.call(70)] * 3)
 
     def test_the_time_ends_it(self):
         self.assertEqual(self.calls(0, 3), [])
@@ -205,10 +206,11 @@ class DriverTest(unittest.TestCase):
         controls = mock.Mock(process_ahead=mock.Mock(side_effect=RuntimeError))
         driver = Driver(controls, Settings.of({"group": "g", "instance": "a"}, {}), world_size=1, clean=True, device="cpu")
         member = mock.Mock()
+        staged = refitd.Staged(7, 70, SECONDS, member)
         with self.assertLogs("vllm.refitd"):
-            driver._process_ahead(refitd.Staged(7, SECONDS, member))
+            driver._process_ahead(staged)
         controls.process_ahead.assert_called_once()
-        member.processed.assert_called_once_with(7)  # the others do not wait for it
+        member.processed.assert_called_once_with(staged)  # the others do not wait for it
 
 
 class RankTest(DaemonTest):
@@ -258,16 +260,25 @@ class RankTest(DaemonTest):
         self.addCleanup(thread.join, SECONDS)
         return thread
 
-    def process_ahead(self, version):
+    def staged(self):
+        """The update that has staged its version, as a driver would tell the rank."""
+        member = self.rank._member
+        event = member.next(SECONDS)
+        member._put_back(event)
+        self.assertIsInstance(event, refitd.Staged)
+        return event.update_id
+
+    def process_ahead(self):
+        update_id = self.staged()
         deadline = time.monotonic() + SECONDS
-        while self.rank.ahead(version):
+        while self.rank.ahead(update_id):
             self.assertLess(time.monotonic(), deadline)
 
     def test_a_version_is_processed_before_the_pause(self):
         for version in (1, 2, 3):
             held = self.module.weight.tolist()
             refit = self.begin(version)
-            self.process_ahead(version)
+            self.process_ahead()
             self.assertTrue(self.portions[0].done)
             self.assertEqual(self.module.weight.tolist(), held)
             self.rank.take(version, SECONDS)
@@ -288,7 +299,7 @@ class RankTest(DaemonTest):
         while self.state() != "staged":  # the rank has its event, and does not look
             self.assertLess(time.monotonic(), deadline)
         self.assertIsNone(other.poll())
-        self.process_ahead(1)
+        self.process_ahead()
         event = other.next(SECONDS)
         self.assertIsInstance(event, refitd.Prepare)
         event.ready()
@@ -304,15 +315,16 @@ class RankTest(DaemonTest):
     def test_what_was_processed_of_a_version_that_was_withdrawn_gets_nowhere(self):
         other = self.other_with_an_arena(wants_staged=True)  # holds the update where it is
         refit = self.begin(1)
-        self.process_ahead(1)
+        self.process_ahead()
         self.assertTrue(self.portions[0].done)
-        self.assertIsInstance(other.next(SECONDS), refitd.Staged)
+        staged = other.next(SECONDS)
+        self.assertIsInstance(staged, refitd.Staged)
         self.daemon.control("abort", self.group)
         refit.join(SECONDS)
         withdrawn = other.next(SECONDS)
         self.assertEqual((type(withdrawn), withdrawn.version, withdrawn.dirty, other.weights), (refitd.Aborted, 1, False, refitd.Weights.CLEAN))
         with self.assertRaises(refitd.FailedPrecondition):
-            other.processed(1)
+            staged.processed()
         other.close()
         self.source.fill_(7)
         refit = threading.Thread(target=self.trains.refit, args=(1,))  # the same number, and other weights
@@ -320,6 +332,34 @@ class RankTest(DaemonTest):
         self.rank.take(1, SECONDS)
         refit.join(SECONDS)
         self.assertEqual((self.module.weight.tolist(), self.rank.processed_ahead, self.in_pause), ([14.0] * 4, 0, 1))
+
+    def test_an_answer_to_an_earlier_try_of_a_version_was_taken_for_one_to_the_next(self):
+        other = self.other_with_an_arena(wants_staged=True)
+        refit = self.begin(1)
+        earlier, driven = other.next(SECONDS), self.staged()
+        self.daemon.control("abort", self.group)
+        refit.join(SECONDS)
+        self.assertIsInstance(other.next(SECONDS), refitd.Aborted)
+        refit = self.begin(1)
+        later = other.next(SECONDS)
+        self.assertEqual((earlier.version, later.version), (1, 1))
+        with self.assertRaises(refitd.FailedPrecondition):
+            earlier.processed()
+        # A driver that does not know of the next try yet asks about the one before: nothing is processed for that.
+        member = self.rank._member
+        for event in [member.next(SECONDS) for _ in range(3)]:  # Staged, Aborted, Staged
+            member._put_back(event)
+        self.assertGreater(self.rank.ahead(driven), 0)
+        self.assertFalse(self.portions[0].done)
+        self.assertEqual(self.rank.ahead(later.update_id), 0)
+        later.processed()
+        event = other.next(SECONDS)
+        self.assertIsInstance(event, refitd.Prepare)
+        self.assertEqual(event.update_id, later.update_id)
+        event.ready()
+        self.rank.take(1, SECONDS)
+        refit.join(SECONDS)
+        self.assertEqual(self.rank.processed_ahead, 1)
 
     def test_who_did_not_ask_gets_no_staged(self):
         self.rank.attach(self.rank._settings, "a", 0, 1, dirty=False)  # a trainer calls this engine: nobody calls ahead()
@@ -335,7 +375,7 @@ class RankTest(DaemonTest):
         self.rank._aside = fail
         for version in (1, 2):
             refit = self.begin(version)
-            self.process_ahead(version)
+            self.process_ahead()
             self.rank.take(version, SECONDS)
             refit.join(SECONDS)
             self.assertEqual((self.module.weight.tolist(), self.rank.processed_ahead), ([2.0 * version] * 4, 0))
@@ -344,7 +384,7 @@ class RankTest(DaemonTest):
     def test_what_was_processed_of_an_update_that_was_given_up_gets_nowhere(self):
         other = self.other_with_an_arena()
         refit = self.begin(1)
-        self.process_ahead(1)
+        self.process_ahead()
         self.assertTrue(self.portions[0].done)
         other.next(SECONDS).fail("no")
         with self.assertRaises(refitd.UpdateAborted) as raised:

@@ -306,7 +306,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_engine_add_cuda_vmm_at": (_STATUS, (c_void_p, c_int, c_int64, c_uint64, _OUT)),
     "refit_engine_register": (_STATUS, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)),
     "refit_engine_next": (_STATUS, (c_void_p, c_int64, POINTER(refit_event))),
-    "refit_engine_processed": (_STATUS, (c_void_p, c_int64)),
+    "refit_engine_processed": (_STATUS, (c_void_p, c_uint64)),
     "refit_engine_ready": (_STATUS, (c_void_p, c_int64, c_int64)),
     "refit_engine_ack": (_STATUS, (c_void_p, c_uint64, c_int64)),
     "refit_engine_fail": (_STATUS, (c_void_p, c_int64, c_char_p)),

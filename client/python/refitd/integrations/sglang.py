@@ -120,8 +120,8 @@ class Controls:
     def busy(self) -> bool:
         return bool(self._manager.rid_to_state)
 
-    def process_ahead(self, version: int) -> int:
-        return max(map(int, self.ask({"do": "ahead", "version": version}, serving=True)))
+    def process_ahead(self, update_id: int) -> int:
+        return max(map(int, self.ask({"do": "ahead", "update_id": update_id}, serving=True)))
 
     def pause(self, mode: str) -> None:
         self.run(self._pause(mode))
@@ -847,7 +847,7 @@ def _carry_out(runner: Any, request: dict[str, Any]) -> Any:
     elif do == "take":
         backend.rank.take(request["version"], request["wait_seconds"])
     elif do == "ahead":
-        return backend.rank.ahead(request["version"])
+        return backend.rank.ahead(request["update_id"])
     elif do == "status":
         return {**backend.rank.status(), **(backend.digests() if request.get("digests") else {})}
     else:

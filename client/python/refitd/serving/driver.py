@@ -76,8 +76,8 @@ class Controls(Protocol):
     def busy(self) -> bool:
         """Whether there are requests to compute."""
 
-    def process_ahead(self, version: int) -> int:
-        """Lets all ranks, while the engine serves, process one more portion of a version that was staged (refitd.serving.ahead). Returns how many
+    def process_ahead(self, update_id: int) -> int:
+        """Lets all ranks, while the engine serves, process one more portion of what that update has staged (refitd.serving.ahead). Returns how many
         are left to be processed so."""
 
     def write(self, version: int, reset_caches: bool) -> None:
@@ -283,7 +283,7 @@ class Driver:
         try:
             while not self._closed.is_set() and time.monotonic() + longest < until:
                 began = time.monotonic()
-                if not self._controls.process_ahead(staged.version) or self._told_more():
+                if not self._controls.process_ahead(staged.update_id) or self._told_more():
                     break
                 took = time.monotonic() - began
                 longest = max(longest, took)

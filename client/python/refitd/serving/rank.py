@@ -219,7 +219,7 @@ class Rank:
         if version is not None and self.version == version and self.clean:
             return
         prepare = self._await_prepare(member, version, wait_seconds)
-        if self._staged is None or self._staged.version != prepare.version:
+        if self._staged is None or self._staged.update_id != prepare.update_id:
             self._forget_ahead()
         try:
             self._take(member, prepare)
@@ -238,35 +238,35 @@ class Rank:
             raise
         self._await_outcome(member, prepare)
 
-    def ahead(self, version: int) -> int:
-        """Processes one more portion of a version that is staged, while the engine serves; the thread as of `take`. Returns how many are left; with
+    def ahead(self, update_id: int) -> int:
+        """Processes one more portion of what that update has staged, while the engine serves; the thread as of `take`. Returns how many are left; with
         the last one, this rank is waited for no longer.
 
         Raises nothing: an engine that asks several ranks gives up at the first that raises, and takes the others' answers for those of its
         next call. What fails is processed in the pause from now on.
         """
         try:
-            left = self._process_ahead(version)
+            left = self._process_ahead(update_id)
             if not left and self._staged is not None:
                 self._staged.processed()
             return left
         except FailedPrecondition:
             return 0  # Prepare comes, or the outcome
         except Exception:
-            self._logger.exception("refitd: the rest of version %d is processed in the pause", version)
+            self._logger.exception("refitd: what is left is processed in the pause")
             with suppress(Exception):  # the group waits for no rank that does no more
                 if self._staged is not None:
                     self._staged.processed()
             return 0
 
-    def _process_ahead(self, version: int) -> int:
+    def _process_ahead(self, update_id: int) -> int:
         member, delivery = self._member, self.delivery
         if member is None or delivery is None or not self._wants_staged:
             return 0
-        if not self._follow_staged(member):
+        if not self._follow_staged(member, update_id):
             return 0
         left = [portion for portion in delivery.ahead if not portion.done] if self._aside is not None else []
-        if self._staged is None or self._staged.version < version:
+        if self._staged is None or self._staged.update_id != update_id:
             return max(len(left), 1)  # it has not come here yet
         if self._aside is None or not left:
             return 0
@@ -284,10 +284,11 @@ class Rank:
             delivery.process_in_pause(portion, f"failed while the engine served: {type(error).__name__}: {error}")
         return len(left) - 1
 
-    def _follow_staged(self, member: Engine) -> bool:
-        """Takes the events that tell whether a version is staged. False: the rank is asked to pause."""
+    def _follow_staged(self, member: Engine, update_id: int) -> bool:
+        """Takes the events that tell whether the update has staged its version. False: the rank is asked to pause."""
         while True:
-            event = member._next_or_none(None, 0.0 if self._staged is not None else _LOOK_AHEAD_SECONDS)
+            has_come = self._staged is not None and self._staged.update_id == update_id
+            event = member._next_or_none(None, 0.0 if has_come else _LOOK_AHEAD_SECONDS)
             if event is None:
                 return True
             if isinstance(event, Prepare):

@@ -151,8 +151,8 @@ class OfflineControls:
     def busy(self) -> bool:
         return False  # `generate` does not run
 
-    def process_ahead(self, version: int) -> int:
-        return max(map(int, self._llm.collective_rpc(versions.PROCESS_AHEAD, args=(version,))))
+    def process_ahead(self, update_id: int) -> int:
+        return max(map(int, self._llm.collective_rpc(versions.PROCESS_AHEAD, args=(update_id,))))
 
     def write(self, version: int, reset_caches: bool) -> None:
         if reset_caches:
@@ -394,8 +394,8 @@ class ServerControls:
     def busy(self) -> bool:
         return bool(self._engine.output_processor.has_unfinished_requests())
 
-    def process_ahead(self, version: int) -> int:
-        return max(map(int, self._wait(self._engine.collective_rpc(versions.PROCESS_AHEAD, args=(version,)))))
+    def process_ahead(self, update_id: int) -> int:
+        return max(map(int, self._wait(self._engine.collective_rpc(versions.PROCESS_AHEAD, args=(update_id,)))))
 
     def write(self, version: int, reset_caches: bool) -> None:
         self._wait(self._write(version, reset_caches))

@@ -89,7 +89,7 @@ def add_worker_methods() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     setattr(WorkerBase, HELD, lambda worker: worker.weight_transfer_engine.rank.held())
-    setattr(WorkerBase, PROCESS_AHEAD, lambda worker, version: worker.weight_transfer_engine.rank.ahead(version))
+    setattr(WorkerBase, PROCESS_AHEAD, lambda worker, update_id: worker.weight_transfer_engine.rank.ahead(update_id))
 
 
 def let_failures_be_read_whole() -> None:
