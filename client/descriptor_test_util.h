@@ -14,7 +14,7 @@
 #include <thread>
 #include <utility>
 
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 #include "transport/base/unique_fd.h"
 #include "transport/host/descriptor_format.h"
 

@@ -32,7 +32,7 @@ int main() {
 #include <utility>
 #include <vector>
 
-#include "transport/cuda/copy_interpreter.h"
+#include "transport/cuda/copy_interpreter_testing.h"
 #include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/copy_task.h"

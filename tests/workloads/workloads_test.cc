@@ -8,7 +8,7 @@
 #include "tests/workloads/checkpoint_writer.h"
 #include "tests/workloads/models.h"
 #include "tests/workloads/safetensors_writer.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 namespace refitd::workloads {
 namespace {

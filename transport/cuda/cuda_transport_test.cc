@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/base/status.h"
 #include "transport/cuda/fakes/fake_cuda.h"
 #include "transport/cuda/fakes/fake_nccl.h"

@@ -29,7 +29,7 @@
 #include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_task.h"
 #include "transport/cuda/fakes/fake_nccl_counts.h"
-#include "transport/digest/digest.h"
+#include "transport/digest/digest_testing.h"
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 #if defined(REFITD_CUDA)
 #include "transport/cuda/nccl/api.h"
