@@ -15,8 +15,6 @@
 #include <cstring>
 #include <functional>
 #include <string>
-#include <thread>
-#include <utility>
 
 #include "transport/base/eventually_testing.h"
 #include "transport/base/status.h"

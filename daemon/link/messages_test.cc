@@ -10,7 +10,6 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/checks/bucket.h"
 #include "daemon/group/bucket_draft_testing.h"
 #include "daemon/link/commands.h"
 #include "daemon/link/hello.h"

@@ -3,7 +3,6 @@
 #include <sys/stat.h>
 
 #include <catch2/catch.hpp>
-#include <cstring>
 #include <fstream>
 
 #include "tests/workloads/safetensors_writer.h"

@@ -6,7 +6,6 @@
 #include "daemon/services/member_service.h"
 #include "daemon/services/services.h"
 #include "daemon/services/status.h"
-#include "proto/convert.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 
 namespace refitd {

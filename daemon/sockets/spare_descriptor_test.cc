@@ -7,7 +7,6 @@
 
 #include <cerrno>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "catch2/catch.hpp"

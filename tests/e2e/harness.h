@@ -9,8 +9,6 @@
 #include <sys/types.h>
 
 #include <chrono>
-#include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>

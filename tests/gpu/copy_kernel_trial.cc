@@ -25,11 +25,9 @@ int main() {
 #include <array>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <random>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "transport/cuda/copy_interpreter_testing.h"

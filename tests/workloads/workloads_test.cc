@@ -1,8 +1,6 @@
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
-#include <cstdlib>
-#include <cstring>
 
 #include "daemon/refitctl/safetensors.h"
 #include "tests/workloads/checkpoint_writer.h"

@@ -6,8 +6,6 @@
 #include <cstring>
 #include <iostream>
 #include <map>
-#include <numeric>
-#include <random>
 #include <set>
 
 #include "transport/base/status.h"

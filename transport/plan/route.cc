@@ -10,7 +10,6 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "absl/strings/string_view.h"
 #include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <set>
-#include <tuple>
 
 #include "tests/workloads/route_explanation.h"
 #include "transport/base/status.h"

@@ -8,7 +8,6 @@
 #include <fstream>
 #include <map>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "transport/base/temp_folder_testing.h"
