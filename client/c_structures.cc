@@ -2,7 +2,6 @@
 
 #include <utility>
 
-#include "proto/convert.h"
 #include "transport/base/errors.h"
 
 namespace refitd::client {

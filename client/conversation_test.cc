@@ -27,7 +27,7 @@
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/failure.h"
 #include "transport/base/mutex.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 namespace refitd::client {
 namespace {

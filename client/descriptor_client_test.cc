@@ -5,9 +5,7 @@
 
 #include <catch2/catch.hpp>
 #include <cstring>
-#include <functional>
 #include <string>
-#include <thread>
 
 #include "client/call.h"
 #include "client/descriptor_test_util.h"

@@ -7,14 +7,13 @@
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <string>
 #include <thread>
 #include <utility>
 
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 #include "transport/base/unique_fd.h"
 #include "transport/host/descriptor_format.h"
 

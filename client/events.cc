@@ -1,7 +1,6 @@
 #include "client/events.h"
 
 #include <optional>
-#include <utility>
 #include <variant>
 
 #include "client/bucket.h"

@@ -4,7 +4,6 @@
 #ifndef REFITD_CLIENT_EVENTS_H_
 #define REFITD_CLIENT_EVENTS_H_
 
-#include <cstdint>
 #include <vector>
 
 #include "client/engine.h"

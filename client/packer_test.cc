@@ -1,7 +1,6 @@
 #include "client/packer.h"
 
 #include <catch2/catch.hpp>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>

@@ -270,6 +270,8 @@ class Exception {
   void* trace_ = nullptr;
 };
 
+using WatchedFunction = refit_status(void*, void*, void*);
+
 // A call of this library by Python's main thread. The call holds no interpreter lock; signal
 // handlers run while it waits. After a handler raised, the call is cancelled again and again,
 // because there may be nothing to cancel yet, and given up after kCancelled.
@@ -505,16 +507,6 @@ absl::Status UsePython(const refit_python& python) {
   return absl::OkStatus();
 }
 
-void AddPlainType(void* type) {
-  State& state = Global();
-  if (!state.ready ||
-      std::find(state.types.begin(), state.types.end(), type) != state.types.end()) {
-    return;
-  }
-  state.types.push_back(type);
-  state.py.inc_ref(type);  // for good
-}
-
 void* MakePusher(std::shared_ptr<Packer> packer) {
   const PythonFunctions& py = Global().py;
   if (!Global().ready) return nullptr;
@@ -527,17 +519,29 @@ void* MakePusher(std::shared_ptr<Packer> packer) {
   return function;
 }
 
-void* MakeWatched(WatchedFunction* function) {
+extern "C" {
+
+void refit_python_add_type(void* type) {
+  State& state = Global();
+  if (!state.ready ||
+      std::find(state.types.begin(), state.types.end(), type) != state.types.end()) {
+    return;
+  }
+  state.types.push_back(type);
+  state.py.inc_ref(type);  // for good
+}
+
+void* refit_python_watched(const void* function) {
   if (!UseFunctions().ok()) return nullptr;
   const PythonFunctions& py = Global().py;
-  void* capsule = py.new_capsule(reinterpret_cast<void*>(function), kFunction, nullptr);
+  void* capsule = py.new_capsule(const_cast<void*>(function), kFunction, nullptr);
   if (capsule == nullptr) return nullptr;
   void* made = py.new_function(&watched_method, capsule, nullptr);
   py.dec_ref(capsule);  // the function keeps it
   return made;
 }
 
-int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count) {
+int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count) {
   if (!Global().ready) return 0;
   for (int64_t i = 0; i < count; ++i) {
     ReadAhead(tensors, i, count);
@@ -547,11 +551,11 @@ int64_t FirstMoved(void* const* tensors, const int64_t* addresses, int64_t count
   return count;
 }
 
-void Mark(void* const* tensors, uint64_t* marks, int64_t count) {
+void refit_python_marks(void* const* tensors, uint64_t* marks, int64_t count) {
   for (int64_t i = 0; i < count; ++i) marks[i] = Global().ready ? MarkOf(tensors[i]) : 0;
 }
 
-int64_t FirstChanged(void* const* tensors, const uint64_t* marks, int64_t count) {
+int64_t refit_python_first_changed(void* const* tensors, const uint64_t* marks, int64_t count) {
   if (!Global().ready) return 0;
   for (int64_t i = 0; i < count; ++i) {
     ReadAhead(tensors, i, count);
@@ -560,7 +564,8 @@ int64_t FirstChanged(void* const* tensors, const uint64_t* marks, int64_t count)
   return count;
 }
 
-int64_t FirstRebound(void* const* dicts, void* const* keys, void* const* values, int64_t count) {
+int64_t refit_python_first_rebound(void* const* dicts, void* const* keys, void* const* values,
+                                   int64_t count) {
   if (!Global().ready) return 0;
   const PythonFunctions& py = Global().py;
   for (int64_t i = 0; i < count; ++i) {
@@ -573,8 +578,8 @@ int64_t FirstRebound(void* const* dicts, void* const* keys, void* const* values,
   return count;
 }
 
-int64_t FirstAltered(void* const* dicts, const int64_t* sizes, void* const* entries,
-                     int64_t count) {
+int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, void* const* entries,
+                                   int64_t count) {
   if (!Global().ready) return 0;
   for (int64_t i = 0; i < count; ++i) {
     if (i + 2 * kReadAhead < count) __builtin_prefetch(dicts[i + 2 * kReadAhead]);
@@ -585,16 +590,18 @@ int64_t FirstAltered(void* const* dicts, const int64_t* sizes, void* const* entr
   return count;
 }
 
-bool WatchDicts(void* const* dicts, int64_t count, bool attributes) {
-  if (!Global().ready || !WatchesDicts()) return false;
+int32_t refit_python_watch_dicts(void* const* dicts, int64_t count, int32_t attributes) {
+  if (!Global().ready || !WatchesDicts()) return 0;
   const DictWatching& watching = Global().watching;
-  const int watcher = attributes ? watching.attributes : watching.held;
+  const int watcher = attributes != 0 ? watching.attributes : watching.held;
   for (int64_t i = 0; i < count; ++i) {
-    if (watching.watch(watcher, dicts[i]) != 0) return Failed();
+    if (watching.watch(watcher, dicts[i]) != 0) return static_cast<int32_t>(Failed());  // 0
   }
-  return true;
+  return 1;
 }
 
-int64_t DictChanges() { return Global().changes; }
+int64_t refit_python_dict_changes(void) { return Global().changes; }
+
+}  // extern "C"
 
 }  // namespace refitd::client

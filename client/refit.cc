@@ -1074,11 +1074,6 @@ refit_status refit_packer_push(const refit_packer* packer, refit_update* update,
 
 // ---- Python ----
 
-void* refit_python_watched(const void* function) {
-  return client::MakeWatched(
-      reinterpret_cast<client::WatchedFunction*>(const_cast<void*>(function)));
-}
-
 refit_status refit_python_use(const refit_python* python) {
   return Guarded([&]() -> absl::Status {
     REFITD_ASSIGN_OR_RETURN(const refit_python known, Read(python, "python"));
@@ -1086,36 +1081,6 @@ refit_status refit_python_use(const refit_python* python) {
   });
 }
 
-void refit_python_add_type(void* type) { client::AddPlainType(type); }
-
 void* refit_python_pusher(const refit_packer* packer) {
   return packer == nullptr ? nullptr : client::MakePusher(packer->packer);
 }
-
-int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count) {
-  return client::FirstMoved(tensors, addresses, count);
-}
-
-void refit_python_marks(void* const* tensors, uint64_t* marks, int64_t count) {
-  client::Mark(tensors, marks, count);
-}
-
-int64_t refit_python_first_changed(void* const* tensors, const uint64_t* marks, int64_t count) {
-  return client::FirstChanged(tensors, marks, count);
-}
-
-int64_t refit_python_first_rebound(void* const* dicts, void* const* keys, void* const* values,
-                                   int64_t count) {
-  return client::FirstRebound(dicts, keys, values, count);
-}
-
-int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, void* const* entries,
-                                   int64_t count) {
-  return client::FirstAltered(dicts, sizes, entries, count);
-}
-
-int32_t refit_python_watch_dicts(void* const* dicts, int64_t count, int32_t attributes) {
-  return client::WatchDicts(dicts, count, attributes != 0) ? 1 : 0;
-}
-
-int64_t refit_python_dict_changes(void) { return client::DictChanges(); }

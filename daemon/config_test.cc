@@ -3,9 +3,7 @@
 #include <google/protobuf/util/message_differencer.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <catch2/catch.hpp>
-#include <cstdio>
 #include <fstream>
 #include <sstream>
 

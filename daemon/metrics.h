@@ -13,7 +13,6 @@
 #define REFITD_DAEMON_METRICS_H_
 
 #include <array>
-#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>

@@ -6,7 +6,6 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
 #include <fstream>
@@ -14,7 +13,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "daemon/test_util.h"
-#include "daemon/tls_scrape.h"
+#include "daemon/tls_scrape_testing.h"
 #include "transport/base/mutex.h"
 #include "transport/base/unique_fd.h"
 #include "transport/tls/openssl_ptr.h"

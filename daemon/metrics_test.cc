@@ -3,8 +3,6 @@
 #include <prometheus/metric_family.h>
 
 #include <catch2/catch.hpp>
-#include <charconv>
-#include <set>
 #include <sstream>
 #include <thread>
 

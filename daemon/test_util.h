@@ -15,12 +15,10 @@
 #include <cstring>
 #include <functional>
 #include <string>
-#include <thread>
-#include <utility>
 
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/base/status.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 #include "transport/base/unique_fd.h"
 
 namespace refitd {

@@ -127,4 +127,24 @@ absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
   return bound;
 }
 
+ReadbackResult CompareReadback(const ReadbackJob& job, const std::vector<uint64_t>& expected,
+                               const std::vector<uint64_t>& found) {
+  ReadbackResult result;
+  std::vector<uint32_t>& failed = result.failed_destinations;
+  for (size_t i = 0; i < job.pieces.size(); ++i) {
+    if (found[i] == expected[i]) continue;
+    const ReadbackPiece& piece = job.pieces[i];
+    failed.push_back(piece.destination);
+    if (!result.status.ok()) continue;
+    result.status =
+        Error(absl::StatusCode::kDataLoss,
+              "verification of \"{}\" at destination {} failed: digest of the source is "
+              "{:016x}, read back {:016x}",
+              piece.piece.name, piece.destination, expected[i], found[i]);
+  }
+  std::sort(failed.begin(), failed.end());
+  failed.erase(std::unique(failed.begin(), failed.end()), failed.end());
+  return result;
+}
+
 }  // namespace refitd

@@ -52,6 +52,11 @@ struct BoundMoves {
 // names a piece that does not exist, or leaves its pieces.
 absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer);
 
+// P1: compares the digests of a job's pieces, which were read again, with the sums of the passes
+// over the sources.
+ReadbackResult CompareReadback(const ReadbackJob& job, const std::vector<uint64_t>& expected,
+                               const std::vector<uint64_t>& found);
+
 }  // namespace refitd
 
 #endif  // REFITD_TRANSPORT_BOUND_MOVES_H_

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/transport.h"
 
 namespace refitd {

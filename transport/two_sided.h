@@ -9,7 +9,6 @@
 #define REFITD_TRANSPORT_TWO_SIDED_H_
 
 #include <cstdint>
-#include <memory>
 
 #include "absl/status/statusor.h"
 #include "transport/base/unique_fd.h"

@@ -2,8 +2,6 @@
 #ifndef REFITD_DAEMON_CHECKS_BUCKET_TEST_UTIL_H_
 #define REFITD_DAEMON_CHECKS_BUCKET_TEST_UTIL_H_
 
-#include <utility>
-
 #include "absl/status/statusor.h"
 #include "daemon/checks/bucket.h"
 #include "daemon/checks/bucket_message.h"

@@ -386,10 +386,8 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, BoundSource so
   if (start.index != nullptr && !start.index->destinations().empty()) {
     PlanOptions options;
     options.skip_destination = start.skip_destination;
-    options.require_cover = false;
-    const PlanSource planned{source.tensors, source.planned};
     REFITD_ASSIGN_OR_RETURN(transfer.plan,
-                            Compile(absl::MakeConstSpan(&planned, 1), *start.index, options));
+                            Compile({source.tensors, source.planned}, *start.index, options));
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }
   transfer.readback_now.assign(transfer.destinations.size(), false);

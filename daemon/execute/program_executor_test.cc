@@ -5,7 +5,6 @@
 #include <cstring>
 #include <future>
 #include <map>
-#include <set>
 #include <string>
 #include <thread>
 

@@ -4,8 +4,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "transport/base/errors.h"
-
 namespace refitd::group {
 namespace {
 

@@ -654,7 +654,6 @@ int64_t Follower::indices_made() const { return impl_->worker.indices_made(); }
 MachineView Follower::View(TimePoint now) const {
   const Impl& f = *impl_;
   MachineView view;
-  view.coordinator = false;
   view.coordinator_address = f.options.coordinator_address;
   view.group.name = f.options.name;
   view.group.incarnation = f.incarnation;

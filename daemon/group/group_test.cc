@@ -1355,7 +1355,9 @@ TEST_CASE("a part of a bucket that fails ends the update when the others have en
   CHECK(g.aborted.size() == 4);
   const Failure failure = FailureOf(g.Answer(g.push)->status);
   REQUIRE(failure.suspects.size() == 1);
-  CHECK(NameOf(failure.suspects[0]) == "engine r rank 0");
+  CHECK(failure.suspects[0].role == SuspectRole::kEngine);
+  CHECK(failure.suspects[0].instance == "r");
+  CHECK(failure.suspects[0].rank == 0);
   CHECK(failure.weights == Weights::kDirty);
   CHECK(failure.dirty_instances == std::vector<std::string>{"r", "tp"});
   CHECK(failure.version == 1);

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
-#include <string>
 #include <utility>
 
 #include "daemon/group/group.h"

@@ -8,10 +8,8 @@
 #ifndef REFITD_DAEMON_GROUP_LEFT_OUT_H_
 #define REFITD_DAEMON_GROUP_LEFT_OUT_H_
 
-#include <map>
 #include <set>
 #include <string>
-#include <vector>
 
 #include "daemon/group/communicator_search.h"
 #include "daemon/group/slow_nodes.h"

@@ -191,7 +191,6 @@ struct NodeView {
 inline constexpr size_t kMaxShownSends = 16;
 struct MachineView {
   GroupView group;
-  bool coordinator = true;
   std::string coordinator_address;  // a follower's: the coordinator's address
   std::vector<NodeView> nodes;      // a coordinator's: itself first
   std::optional<CommunicatorId> communicator;

@@ -7,7 +7,6 @@
 #ifndef REFITD_DAEMON_GROUP_PUSH_H_
 #define REFITD_DAEMON_GROUP_PUSH_H_
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>

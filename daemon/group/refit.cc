@@ -3,7 +3,6 @@
 // A rank with a registered layout ends an update with Refit, which names the layout's binding
 // generation, instead of Commit. The program is compiled before engines are prepared, is kept while
 // the layouts stay the same, and runs when every trainer rank has committed.
-#include <algorithm>
 
 #include "daemon/group/group_impl.h"
 

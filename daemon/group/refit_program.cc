@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "absl/container/flat_hash_set.h"
-#include "transport/base/errors.h"
 
 namespace refitd::group {
 

@@ -1,8 +1,6 @@
 #include "daemon/group/rollback.h"
 
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 #include "transport/base/errors.h"
 

@@ -18,7 +18,6 @@
 #include <cstdint>
 #include <optional>
 #include <set>
-#include <string>
 #include <string_view>
 #include <vector>
 

@@ -5,7 +5,6 @@
 #ifndef REFITD_DAEMON_GROUP_UPDATE_H_
 #define REFITD_DAEMON_GROUP_UPDATE_H_
 
-#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>

@@ -9,7 +9,6 @@
 
 #include <deque>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "daemon/group/machine.h"

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/group/machine.h"
 #include "daemon/link/greeting.h"

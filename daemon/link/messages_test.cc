@@ -10,7 +10,6 @@
 #include <variant>
 #include <vector>
 
-#include "daemon/checks/bucket.h"
 #include "daemon/group/bucket_draft_testing.h"
 #include "daemon/link/commands.h"
 #include "daemon/link/hello.h"
@@ -19,6 +18,7 @@
 #include "daemon/link/reports.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
+#include "transport/plan/route_testing.h"
 
 namespace refitd {
 namespace {
@@ -235,7 +235,7 @@ bool Equal(const CheckedBucket::Place& a, const CheckedBucket::Place& b) {
 }
 bool Equal(const std::shared_ptr<const RoutePlan>& a, const std::shared_ptr<const RoutePlan>& b) {
   if (a == nullptr || b == nullptr) return a == b;
-  return a->Digest() == b->Digest() && a->tensors == b->tensors &&
+  return DigestOf(*a) == DigestOf(*b) && a->tensors == b->tensors &&
          a->longest_stream == b->longest_stream && a->wire_bytes == b->wire_bytes &&
          a->relay == b->relay;
 }

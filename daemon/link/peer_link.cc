@@ -1,6 +1,5 @@
 #include "daemon/link/peer_link.h"
 
-#include <fmt/format.h>
 #include <grpc/support/time.h>
 #include <grpcpp/alarm.h>
 #include <grpcpp/grpcpp.h>

@@ -29,7 +29,6 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "daemon/group/machine.h"
 #include "daemon/group/peer.h"
 #include "daemon/link/greeting.h"

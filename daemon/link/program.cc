@@ -1,6 +1,5 @@
 #include "daemon/link/program.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "daemon/link/values.h"

@@ -130,16 +130,22 @@ void Put(const PeerHeaderAck& v, v1::PeerMessage* message) {
   out->set_mismatch_tensor(CleanText(v.mismatch_tensor, kMaxNameBytes));
 }
 
-void Put(const TransferDone& v, v1::PeerMessage* message) {
-  v1::PeerPartDone* out = message->mutable_part_done();
+// What the ends of a part's transfer and of a program's run have in common.
+template <typename Done, typename Wire>
+void PutMoved(const Done& v, Wire* out) {
   out->set_update(v.update.value());
-  out->set_part(v.part.value());
   SetStatusOf(v.status, out);
   out->set_wire_failed(v.wire_failed);
   out->mutable_bytes_written()->Add(v.bytes_written.begin(), v.bytes_written.end());
   if (v.failed_destination >= 0) {
     out->set_failed_destination(static_cast<uint32_t>(v.failed_destination));
   }
+}
+
+void Put(const TransferDone& v, v1::PeerMessage* message) {
+  v1::PeerPartDone* out = message->mutable_part_done();
+  PutMoved(v, out);
+  out->set_part(v.part.value());
   out->mutable_digests()->Add(v.digests.begin(), v.digests.end());
   if (v.broadcast != BroadcastMethod::kDirect) out->set_broadcast(ToProto(v.broadcast));
 }
@@ -180,13 +186,7 @@ void Put(const CompareDone& v, v1::PeerMessage* message) {
 
 void Put(const RefitDone& v, v1::PeerMessage* message) {
   v1::PeerRunDone* out = message->mutable_run_done();
-  out->set_update(v.update.value());
-  SetStatusOf(v.status, out);
-  out->set_wire_failed(v.wire_failed);
-  out->mutable_bytes_written()->Add(v.bytes_written.begin(), v.bytes_written.end());
-  if (v.failed_destination >= 0) {
-    out->set_failed_destination(static_cast<uint32_t>(v.failed_destination));
-  }
+  PutMoved(v, out);
   SetStreams(v.streams, out);
   out->set_attempt(v.attempt);
   if (v.lacks.has_value()) out->set_lacks(*v.lacks);
@@ -349,24 +349,29 @@ absl::StatusOr<PeerHeaderAck> ReportOf(const v1::PeerHeaderAck& message) {
   return out;
 }
 
+// Reads what PutMoved wrote. `most`: bytes that one destination may have got.
+template <typename Wire, typename Done>
+absl::Status ReadMoved(const Wire& message, std::string_view field, int64_t most, Done* out) {
+  const auto of = [field](std::string_view name) { return fmt::format("{}.{}", field, name); };
+  out->update = UpdateId(message.update());
+  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), of("status"), &out->status));
+  out->wire_failed = message.wire_failed();
+  REFITD_RETURN_IF_ERROR(
+      AtMost(message.bytes_written_size(), kMaxEngineRanks, of("bytes_written")));
+  for (int i = 0; i < message.bytes_written_size(); ++i) {
+    REFITD_RETURN_IF_ERROR(
+        InRange(message.bytes_written(i), 0, most, of(fmt::format("bytes_written[{}]", i))));
+  }
+  out->bytes_written.assign(message.bytes_written().begin(), message.bytes_written().end());
+  if (!message.has_failed_destination()) return absl::OkStatus();
+  out->failed_destination = static_cast<int>(message.failed_destination());
+  return InRange(message.failed_destination(), 0, kMaxEngineRanks - 1, of("failed_destination"));
+}
+
 absl::StatusOr<TransferDone> ReportOf(const v1::PeerPartDone& message) {
   TransferDone out;
-  out.update = UpdateId(message.update());
+  REFITD_RETURN_IF_ERROR(ReadMoved(message, "part_done", kMaxBucketBytes, &out));
   REFITD_ASSIGN_OR_RETURN(out.part, PartOf(message.part(), "part_done.part"));
-  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "part_done.status", &out.status));
-  out.wire_failed = message.wire_failed();
-  REFITD_RETURN_IF_ERROR(
-      AtMost(message.bytes_written_size(), kMaxEngineRanks, "part_done.bytes_written"));
-  for (int i = 0; i < message.bytes_written_size(); ++i) {
-    REFITD_RETURN_IF_ERROR(InRange(message.bytes_written(i), 0, kMaxBucketBytes,
-                                   fmt::format("part_done.bytes_written[{}]", i)));
-  }
-  out.bytes_written.assign(message.bytes_written().begin(), message.bytes_written().end());
-  if (message.has_failed_destination()) {
-    REFITD_RETURN_IF_ERROR(InRange(message.failed_destination(), 0, kMaxEngineRanks - 1,
-                                   "part_done.failed_destination"));
-    out.failed_destination = static_cast<int>(message.failed_destination());
-  }
   REFITD_RETURN_IF_ERROR(AtMost(message.digests_size(), kMaxTensorsPerBucket, "part_done.digests"));
   out.digests.assign(message.digests().begin(), message.digests().end());
   // The method is only counted. One that only a later version knows counts as direct.
@@ -420,21 +425,7 @@ absl::StatusOr<CompareDone> ReportOf(const v1::PeerCompared& message) {
 
 absl::StatusOr<RefitDone> ReportOf(const v1::PeerRunDone& message) {
   RefitDone out;
-  out.update = UpdateId(message.update());
-  REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "run_done.status", &out.status));
-  out.wire_failed = message.wire_failed();
-  REFITD_RETURN_IF_ERROR(
-      AtMost(message.bytes_written_size(), kMaxEngineRanks, "run_done.bytes_written"));
-  for (int i = 0; i < message.bytes_written_size(); ++i) {
-    REFITD_RETURN_IF_ERROR(
-        NotNegative(message.bytes_written(i), fmt::format("run_done.bytes_written[{}]", i)));
-  }
-  out.bytes_written.assign(message.bytes_written().begin(), message.bytes_written().end());
-  if (message.has_failed_destination()) {
-    REFITD_RETURN_IF_ERROR(InRange(message.failed_destination(), 0, kMaxEngineRanks - 1,
-                                   "run_done.failed_destination"));
-    out.failed_destination = static_cast<int>(message.failed_destination());
-  }
+  REFITD_RETURN_IF_ERROR(ReadMoved(message, "run_done", std::numeric_limits<int64_t>::max(), &out));
   REFITD_ASSIGN_OR_RETURN(out.streams, StreamsOf(message.streams(), "run_done.streams"));
   out.attempt = message.attempt();
   if (message.has_lacks()) {

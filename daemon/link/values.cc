@@ -4,7 +4,6 @@
 #include <chrono>
 #include <optional>
 
-#include "daemon/checks/bucket.h"
 #include "proto/convert.h"
 
 namespace refitd::peer {

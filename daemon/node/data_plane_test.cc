@@ -13,7 +13,7 @@
 #include <variant>
 #include <vector>
 
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/host/host_transport.h"
 #include "transport/plan/node_program.h"
 #include "transport/plan/refit_plan.h"

@@ -1,7 +1,6 @@
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <cstdint>
-#include <optional>
 #include <set>
 #include <string>
 

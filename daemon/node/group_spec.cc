@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "daemon/checks/bucket.h"
 #include "daemon/checks/fields.h"
 #include "transport/base/errors.h"
 #include "transport/base/status.h"

@@ -1,7 +1,5 @@
 #include "daemon/node/groups.h"
 
-#include <fmt/format.h>
-
 #include <catch2/catch.hpp>
 #include <memory>
 #include <string>

@@ -1,6 +1,5 @@
 #include "daemon/node/identities.h"
 
-#include <algorithm>
 #include <optional>
 #include <utility>
 

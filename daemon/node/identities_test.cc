@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 namespace refitd {
 namespace {

@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "daemon/group/tensor_table.h"
-#include "daemon/node/group_spec.h"
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
 #include "daemon/node/restore.h"

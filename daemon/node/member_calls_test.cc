@@ -14,7 +14,7 @@
 
 #include "daemon/node/device_memory_test_util.h"
 #include "daemon/node/parts_test_util.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 #include "transport/host/host_transport.h"
 
 namespace refitd {

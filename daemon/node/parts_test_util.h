@@ -9,7 +9,6 @@
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -27,7 +26,7 @@
 #include "daemon/node/peer_client.h"
 #include "daemon/node/peer_server.h"
 #include "daemon/sockets/process_watch.h"
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/host/memory.h"

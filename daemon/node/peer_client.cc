@@ -4,7 +4,6 @@
 #include <memory>
 #include <vector>
 
-#include "daemon/link/hello.h"
 #include "daemon/node/group_spec.h"
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"

@@ -1,6 +1,5 @@
 #include "daemon/node/peer_server.h"
 
-#include <algorithm>
 #include <optional>
 #include <utility>
 

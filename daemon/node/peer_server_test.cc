@@ -6,7 +6,6 @@
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "daemon/node/parts_test_util.h"
 #include "daemon/node/session_test_util.h"

@@ -14,7 +14,7 @@
 
 #include "daemon/node/device_memory_test_util.h"
 #include "daemon/node/session_test_util.h"
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 
 namespace refitd {
 namespace {

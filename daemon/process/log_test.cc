@@ -155,7 +155,7 @@ TEST_CASE_METHOD(Fixture, "A text line stays one line whatever the message holds
 
 TEST_CASE_METHOD(Fixture, "Messages below the level are neither written nor formatted") {
   REQUIRE(SetLogging({.format = LogFormat::kText, .level = LogLevel::kWarning, .file = path}).ok());
-  LogDebug("no");
+  Log(LogLevel::kDebug, "no");
   LogInfo("no");
   LogWarning("yes");
   CHECK(Lines(path).size() == 1);

@@ -5,7 +5,6 @@
 
 #include <catch2/catch.hpp>
 #include <cstring>
-#include <memory>
 #include <thread>
 
 #include "transport/base/mutex.h"

@@ -45,8 +45,6 @@ void ServiceManager::Stopping(const std::string& status) {
   Notify("STOPPING=1\nSTATUS=" + OneLine(status));
 }
 
-void ServiceManager::Status(const std::string& status) { Notify("STATUS=" + OneLine(status)); }
-
 void ServiceManager::RunWatchdog(std::chrono::microseconds interval) {
   auto next = std::chrono::steady_clock::now();
   for (;;) {

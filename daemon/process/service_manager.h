@@ -26,7 +26,6 @@ class ServiceManager {
 
   void Ready(const std::string& status);
   void Stopping(const std::string& status);
-  void Status(const std::string& status);  // one line
 
  private:
   void RunWatchdog(std::chrono::microseconds interval);

@@ -47,8 +47,6 @@ TEST_CASE("Readiness, status and stopping reach the service manager, one line ea
   ServiceManager service([] { return true; });
   service.Ready("serving\nREADY=0");
   CHECK(manager.Next() == "READY=1\nSTATUS=serving READY=0");
-  service.Status("2 groups");
-  CHECK(manager.Next() == "STATUS=2 groups");
   service.Stopping("draining");
   CHECK(manager.Next() == "STOPPING=1\nSTATUS=draining");
 }

@@ -91,14 +91,14 @@ class Bundle {
 
  private:
   void AddAnswers() {
-    const auto status = client_.GetStatus();
+    const auto status = client_.Call(&Rpcs::GetStatus);
     AddMessage("status.json", status);
     if (!status.ok()) return;
-    AddMessage("members.json", client_.ListMembers(""));
+    AddMessage("members.json", client_.Call(&Rpcs::ListMembers));
     int number = 0;
     for (const auto& group : status->groups()) {
       AddMessage(fmt::format("statistics-{}.json", number++),
-                 client_.GetUpdateStatistics(group.name()));
+                 client_.Call(&Rpcs::GetUpdateStatistics, group.name()));
     }
   }
   template <typename Message>

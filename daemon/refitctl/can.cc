@@ -36,7 +36,7 @@ absl::StatusOr<v1::CheckAccessResponse> AskDaemon(const GlobalOptions& global,
   request.set_identity(options.identity);
   request.set_role(options.role);
   request.set_group(options.group);
-  return OperatorClient(global).CheckAccess(request);
+  return OperatorClient(global).Call(&Rpcs::CheckAccess, request);
 }
 
 }  // namespace

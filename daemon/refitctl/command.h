@@ -57,6 +57,14 @@ void Print(const std::string& text);     // on stdout, flushed
 void PrintRaw(const std::string& text);  // the same for what LiveBlock made, which moves the cursor
 void PrintLine(const std::string& line);  // on stderr
 
+// Prints the daemon's answer, as JSON or as `render` makes it; returns the exit code.
+template <typename Answer, typename Render>
+int Show(const GlobalOptions& global, const absl::StatusOr<Answer>& answer, const Render& render) {
+  if (!answer.ok()) return Fail(answer.status());
+  Print(global.json ? ToJson(*answer, /*pretty=*/true) : render(*answer));
+  return kExitOk;
+}
+
 }  // namespace refitd::refitctl
 
 #endif  // REFITD_DAEMON_REFITCTL_COMMAND_H_

@@ -21,35 +21,33 @@ struct GroupOptions {
 
 int Replace(const GlobalOptions& global, const std::string& name) {
   const OperatorClient client(global);
-  const auto known = client.GetGroup(name);
+  const auto known = client.Call(&Rpcs::GetGroup, name);
   if (!known.ok()) return Fail(known.status());
   v1::CreateGroupRequest request;
   request.set_group(name);
   *request.mutable_spec() = known->group().spec();
   request.set_replace(true);
-  const auto made = client.CreateGroup(request);
-  if (!made.ok()) return Fail(made.status());
-  Print(global.json
-            ? ToJson(*made, /*pretty=*/true)
-            : fmt::format("group {}: begins anew as incarnation {:016x}, and its next version may "
-                          "be any; {} instances are dirty until the next commit\n",
-                          name, made->incarnation(), known->group().instances_size()));
-  return kExitOk;
+  return Show(
+      global, client.Call(&Rpcs::CreateGroup, request), [&](const v1::CreateGroupResponse& made) {
+        return fmt::format(
+            "group {}: begins anew as incarnation {:016x}, and its next version may be any; {} "
+            "instances are dirty until the next commit\n",
+            name, made.incarnation(), known->group().instances_size());
+      });
 }
 
 int Delete(const GlobalOptions& global, const std::string& name) {
-  const auto deleted = OperatorClient(global).DeleteGroup(name);
-  if (!deleted.ok()) return Fail(deleted.status());
-  Print(global.json ? ToJson(*deleted, /*pretty=*/true) : fmt::format("group {}: deleted\n", name));
-  return kExitOk;
+  return Show(global, OperatorClient(global).Call(&Rpcs::DeleteGroup, name),
+              [&](const auto&) { return fmt::format("group {}: deleted\n", name); });
 }
 
 int Abort(const GlobalOptions& global, const GroupOptions& options) {
-  const auto aborted = OperatorClient(global).AbortUpdate(options.group, options.reason);
-  if (!aborted.ok()) return Fail(aborted.status());
-  Print(global.json ? ToJson(*aborted, /*pretty=*/true)
-                    : fmt::format("group {}: the update was aborted\n", options.group));
-  return kExitOk;
+  v1::AbortUpdateRequest request;
+  request.set_group(options.group);
+  request.set_reason(options.reason);
+  return Show(global, OperatorClient(global).Call(&Rpcs::AbortUpdate, request), [&](const auto&) {
+    return fmt::format("group {}: the update was aborted\n", options.group);
+  });
 }
 
 struct RollbackOptions {
@@ -61,28 +59,22 @@ int Rollback(const GlobalOptions& global, const RollbackOptions& options) {
   v1::RollbackRequest request;
   request.set_group(options.group);
   if (options.version != -1) request.set_version(options.version);
-  const auto done = OperatorClient(global).Rollback(request);
-  if (!done.ok()) return Fail(done.status());
-  if (global.json) {
-    Print(ToJson(*done, /*pretty=*/true));
-    return kExitOk;
-  }
-  std::string text = fmt::format("group {}: version {} has the content of version {}\n",
-                                 options.group, done->version(), done->content_version());
-  for (const v1::InstanceResult& instance : done->instances()) {
-    if (instance.committed()) continue;
-    text += fmt::format("  {}: {}\n", instance.instance(), instance.reason());
-  }
-  Print(text);
-  return kExitOk;
+  const auto render = [&](const v1::RollbackResponse& done) {
+    std::string text = fmt::format("group {}: version {} has the content of version {}\n",
+                                   options.group, done.version(), done.content_version());
+    for (const v1::InstanceResult& instance : done.instances()) {
+      if (instance.committed()) continue;
+      text += fmt::format("  {}: {}\n", instance.instance(), instance.reason());
+    }
+    return text;
+  };
+  return Show(global, OperatorClient(global).Call(&Rpcs::Rollback, request), render);
 }
 
 int Release(const GlobalOptions& global, const std::string& name) {
-  const auto released = OperatorClient(global).ReleasePrevious(name);
-  if (!released.ok()) return Fail(released.status());
-  Print(global.json ? ToJson(*released, /*pretty=*/true)
-                    : fmt::format("group {}: the next update may be staged\n", name));
-  return kExitOk;
+  return Show(global, OperatorClient(global).Call(&Rpcs::ReleasePrevious, name), [&](const auto&) {
+    return fmt::format("group {}: the next update may be staged\n", name);
+  });
 }
 
 struct DrainOptions {
@@ -94,7 +86,7 @@ struct DrainOptions {
 int Drain(const GlobalOptions& global, const DrainOptions& options) {
   const OperatorClient client(global);
   const auto deadline = std::chrono::steady_clock::now() + options.wait;
-  auto drained = client.Drain(options.group);
+  auto drained = client.Call(&Rpcs::Drain, options.group);
   if (!drained.ok()) return Fail(drained.status());
   v1::DrainResponse all = *drained;
   while (all.running_size() > 0) {
@@ -106,7 +98,7 @@ int Drain(const GlobalOptions& global, const DrainOptions& options) {
                         name, FormatDuration(options.wait)));
     }
     std::this_thread::sleep_for(kDrainInterval);
-    drained = client.Drain(name);
+    drained = client.Call(&Rpcs::Drain, name);
     if (!drained.ok() && !absl::IsNotFound(drained.status())) return Fail(drained.status());
     if (drained.ok() && drained->running_size() > 0) continue;
     all.add_drained(name);

@@ -5,7 +5,7 @@
 
 #include "tests/workloads/safetensors_writer.h"
 #include "transport/base/status.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 namespace refitd {
 namespace {

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "absl/status/statusor.h"
 #include "client/target.h"
@@ -35,50 +36,55 @@ client::ConnectOptions ConnectOf(const GlobalOptions& options);
 // says that it can't be reached, and why.
 absl::Status StatusOfCall(const grpc::Status& status, const client::Target& target);
 
+// Has the methods that OperatorClient::Call takes.
+using Rpcs = v1::Operator::Stub;
+
 class OperatorClient {
  public:
   // Connects at the first call. If the options are wrong, every call says so.
   explicit OperatorClient(const GlobalOptions& options);
 
-  // With `wait_for_ready` a call waits until the deadline for the daemon to appear. Without it the
-  // call fails at once if no daemon listens.
-  absl::StatusOr<v1::GetStatusResponse> GetStatus(bool wait_for_ready = false) const;
-  absl::StatusOr<v1::ListGroupsResponse> ListGroups() const;
-  absl::StatusOr<v1::GetGroupResponse> GetGroup(const std::string& group) const;
-  absl::StatusOr<v1::ListMembersResponse> ListMembers(const std::string& group) const;
-  absl::StatusOr<v1::GetUpdateStatisticsResponse> GetUpdateStatistics(
-      const std::string& group) const;
-  absl::StatusOr<v1::CreateGroupResponse> CreateGroup(const v1::CreateGroupRequest& request) const;
-  absl::StatusOr<v1::DeleteGroupResponse> DeleteGroup(const std::string& group) const;
-  absl::StatusOr<v1::AbortUpdateResponse> AbortUpdate(const std::string& group,
-                                                      const std::string& reason) const;
-  absl::StatusOr<v1::RollbackResponse> Rollback(const v1::RollbackRequest& request) const;
-  absl::StatusOr<v1::ReleasePreviousResponse> ReleasePrevious(const std::string& group) const;
-
-  absl::StatusOr<v1::DrainResponse> Drain(const std::string& group) const;
-  absl::StatusOr<v1::CheckAccessResponse> CheckAccess(const v1::CheckAccessRequest& request) const;
+  // Calls a method of the daemon. With `wait_for_ready` the call waits until the deadline
+  // for the daemon to appear. Without it the call fails at once if no daemon listens.
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Call(grpc::Status (Rpcs::*method)(grpc::ClientContext*, const Request&,
+                                                             Response*),
+                                const std::type_identity_t<Request>& request = {},
+                                bool wait_for_ready = false) const {
+    if (!ready_.ok()) return ready_;
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + timeout_);
+    context.set_wait_for_ready(wait_for_ready);
+    Response response;
+    const grpc::Status status = (stub_.get()->*method)(&context, request, &response);
+    if (!status.ok()) return StatusOfCall(status, target_);
+    return response;
+  }
+  // The same of a method that takes a group's name alone.
+  template <typename Request, typename Response>
+  absl::StatusOr<Response> Call(grpc::Status (Rpcs::*method)(grpc::ClientContext*, const Request&,
+                                                             Response*),
+                                const std::string& group) const {
+    Request request;
+    request.set_group(group);
+    return Call(method, request);
+  }
   // NOT_FOUND: the daemon knows no such service.
   absl::StatusOr<grpc::health::v1::HealthCheckResponse> CheckHealth(
       const std::string& service) const;
 
   // For streams, whose caller sets up the context and asks for `ready` before.
   absl::Status ready() const { return ready_; }
-  v1::Operator::Stub& stub() const { return *stub_; }
+  Rpcs& stub() const { return *stub_; }
   grpc::health::v1::Health::Stub& health() const { return *health_; }
   const client::Target& target() const { return target_; }
 
  private:
-  template <typename Request, typename Response>
-  absl::StatusOr<Response> Call(grpc::Status (v1::Operator::Stub::*method)(grpc::ClientContext*,
-                                                                           const Request&,
-                                                                           Response*),
-                                const Request& request, bool wait_for_ready) const;
-
   // Constant after construction.
   absl::Status ready_;
   client::Target target_;
   std::chrono::milliseconds timeout_;
-  std::unique_ptr<v1::Operator::Stub> stub_;
+  std::unique_ptr<Rpcs> stub_;
   std::unique_ptr<grpc::health::v1::Health::Stub> health_;
 };
 

@@ -318,8 +318,10 @@ absl::StatusOr<std::string> WhyPush(const GlobalOptions& global, const PushOptio
   if (options.bucket_bytes > 0) return "--bucket-bytes";
   if (!options.broadcast.empty()) return "--broadcast";
   const OperatorClient client(global);
-  REFITD_ASSIGN_OR_RETURN(const v1::GetGroupResponse group, client.GetGroup(options.group));
-  REFITD_ASSIGN_OR_RETURN(const v1::ListMembersResponse members, client.ListMembers(options.group));
+  REFITD_ASSIGN_OR_RETURN(const v1::GetGroupResponse group,
+                          client.Call(&Rpcs::GetGroup, options.group));
+  REFITD_ASSIGN_OR_RETURN(const v1::ListMembersResponse members,
+                          client.Call(&Rpcs::ListMembers, options.group));
   return WhyPush(group.group(), members, checkpoint.bytes());
 }
 
@@ -400,7 +402,7 @@ absl::Status WaitForInstances(const GlobalOptions& global, const PushOptions& op
   const auto deadline = Clock::now() + options.wait;
   int complete = 0;
   while (true) {
-    const auto group = client.GetGroup(options.group);
+    const auto group = client.Call(&Rpcs::GetGroup, options.group);
     if (!group.ok() && group.status().code() != absl::StatusCode::kNotFound) return group.status();
     if (group.ok()) complete = CompleteInstances(group->group());
     if (complete >= options.wait_instances) return absl::OkStatus();

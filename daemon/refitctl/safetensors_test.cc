@@ -3,12 +3,11 @@
 #include <sys/stat.h>
 
 #include <catch2/catch.hpp>
-#include <cstring>
 #include <fstream>
 
 #include "tests/workloads/safetensors_writer.h"
 #include "transport/base/status.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 namespace refitd {
 namespace {

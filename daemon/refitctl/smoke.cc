@@ -151,7 +151,7 @@ struct SmokeResult {
 absl::Status DeleteSoon(const OperatorClient& client, const std::string& group) {
   const auto deadline = Clock::now() + kEndLimit;
   while (true) {
-    const absl::Status deleted = client.DeleteGroup(group).status();
+    const absl::Status deleted = client.Call(&Rpcs::DeleteGroup, group).status();
     if (deleted.ok() || absl::IsNotFound(deleted)) return absl::OkStatus();
     if (!absl::IsFailedPrecondition(deleted) || Clock::now() > deadline) return deleted;
     std::this_thread::sleep_for(kPoll);
@@ -202,7 +202,7 @@ class Smoke {
   absl::Status Look() {
     std::set<std::string> known;
     for (Site& site : result_.sites) {
-      REFITD_ASSIGN_OR_RETURN(const auto status, OperatorClient(site.at).GetStatus());
+      REFITD_ASSIGN_OR_RETURN(const auto status, OperatorClient(site.at).Call(&Rpcs::GetStatus));
       site.daemon_id = status.daemon_id();
       for (const auto& group : status.groups()) {
         if (site.own && !options_.join && group.name() == group_) {

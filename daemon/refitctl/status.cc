@@ -33,20 +33,15 @@ Command AddStatus(CommandApp app, const GlobalOptions& global) {
   CommandApp sub =
       app.AddCommand("status", "The daemon: groups, instances, slots, resources", kLook);
   return {sub, [&global] {
-            const auto status = OperatorClient(global).GetStatus();
-            if (!status.ok()) return Fail(status.status());
-            Print(global.json ? ToJson(*status, true) : RenderStatus(*status));
-            return static_cast<int>(kExitOk);
+            return Show(global, OperatorClient(global).Call(&Rpcs::GetStatus), RenderStatus);
           }};
 }
 
 Command AddGroups(CommandApp app, const GlobalOptions& global) {
   CommandApp sub = app.AddCommand("groups", "The groups and their versions", kLook);
   return {sub, [&global] {
-            const auto groups = OperatorClient(global).ListGroups();
-            if (!groups.ok()) return Fail(groups.status());
-            Print(global.json ? ToJson(*groups, true) : RenderGroups(groups->groups()));
-            return static_cast<int>(kExitOk);
+            return Show(global, OperatorClient(global).Call(&Rpcs::ListGroups),
+                        [](const auto& groups) { return RenderGroups(groups.groups()); });
           }};
 }
 
@@ -55,10 +50,8 @@ Command AddMembers(CommandApp app, const GlobalOptions& global) {
   auto group = std::make_shared<std::string>();
   sub.Add("--group", group.get(), "Only this group's");
   return {sub, [&global, group] {
-            const auto members = OperatorClient(global).ListMembers(*group);
-            if (!members.ok()) return Fail(members.status());
-            Print(global.json ? ToJson(*members, true) : RenderMembers(members->members()));
-            return static_cast<int>(kExitOk);
+            return Show(global, OperatorClient(global).Call(&Rpcs::ListMembers, *group),
+                        [](const auto& members) { return RenderMembers(members.members()); });
           }};
 }
 
@@ -66,7 +59,7 @@ Command AddNodes(CommandApp app, const GlobalOptions& global) {
   CommandApp sub =
       app.AddCommand("nodes", "The daemons of each group, and the links between them", kLook);
   return {sub, [&global] {
-            const auto status = OperatorClient(global).GetStatus();
+            const auto status = OperatorClient(global).Call(&Rpcs::GetStatus);
             if (!status.ok()) return Fail(status.status());
             Print(global.json ? NodesJson(*status) : RenderNodes(status->groups()));
             return static_cast<int>(kExitOk);
@@ -79,10 +72,8 @@ Command AddBuckets(CommandApp app, const GlobalOptions& global) {
   auto group = std::make_shared<std::string>();
   sub.Add("--group", group.get(), "The group").Required();
   return {sub, [&global, group] {
-            const auto statistics = OperatorClient(global).GetUpdateStatistics(*group);
-            if (!statistics.ok()) return Fail(statistics.status());
-            Print(global.json ? ToJson(*statistics, true) : RenderBuckets(*statistics));
-            return static_cast<int>(kExitOk);
+            return Show(global, OperatorClient(global).Call(&Rpcs::GetUpdateStatistics, *group),
+                        RenderBuckets);
           }};
 }
 

@@ -21,7 +21,7 @@ struct TopOptions {
 };
 
 absl::StatusOr<std::string> Draw(const OperatorClient& client, TopScreen* screen) {
-  REFITD_ASSIGN_OR_RETURN(const auto status, client.GetStatus());
+  REFITD_ASSIGN_OR_RETURN(const auto status, client.Call(&Rpcs::GetStatus));
   const std::chrono::duration<double> now = std::chrono::steady_clock::now().time_since_epoch();
   return screen->Render(status, now.count());
 }

@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <vector>
-
 #include "daemon/refitctl/render.h"
 
 namespace refitd::refitctl {

@@ -23,9 +23,9 @@ double Now() {
 }
 
 absl::Status AddLast(const OperatorClient& client, const std::string& group, UpdateTrace* trace) {
-  REFITD_ASSIGN_OR_RETURN(const auto statistics, client.GetUpdateStatistics(group));
+  REFITD_ASSIGN_OR_RETURN(const auto statistics, client.Call(&Rpcs::GetUpdateStatistics, group));
   trace->Add(statistics);
-  REFITD_ASSIGN_OR_RETURN(const auto shown, client.GetGroup(group));
+  REFITD_ASSIGN_OR_RETURN(const auto shown, client.Call(&Rpcs::GetGroup, group));
   trace->Add(shown.group());
   return absl::OkStatus();
 }

@@ -10,7 +10,6 @@
 #define REFITD_DAEMON_REFITCTL_TRACE_EVENTS_H_
 
 #include <cstdint>
-#include <map>
 #include <string>
 #include <vector>
 

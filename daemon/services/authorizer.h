@@ -13,7 +13,6 @@
 
 #include <functional>
 #include <string>
-#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"

@@ -27,6 +27,7 @@
 #include "daemon/node/sinks.h"
 #include "daemon/services/authorizer.h"
 #include "daemon/services/member_events.h"
+#include "daemon/services/member_requests.h"
 #include "proto/grpc_status.h"
 #include "transport/base/errors.h"
 #include "transport/base/mutex.h"
@@ -297,9 +298,8 @@ class WatchReactorBase : public grpc::ServerWriteReactor<Event> {
 // Attach of either role: the first message is the hello, and the stream is the lease. Deletes
 // itself.
 //
-// `Role` supplies kRpc, Message, Event, `MemberId Hello(Daemon*, const Message&, const Peer&,
-// shared_ptr<sink>)` and `bool Answer(Daemon*, MemberId, const Message&)`, which returns false for
-// an orderly detach.
+// `Role` supplies kRpc, Message, Event and `bool Answer(Daemon*, MemberId, const Message&)`, which
+// returns false for an orderly detach.
 template <typename Role>
 class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typename Role::Event> {
  public:
@@ -330,7 +330,9 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
       if (absl::Status status = authorizer_->Enter(&*peer_, request_context); !status.ok()) {
         return stream_->End(std::move(status));
       }
-      member_ = Role::Hello(daemon_, message_, *peer_, std::make_shared<Sink>(stream_)).value();
+      member_ = daemon_->attaches()
+                    .Attach(ArrivalOf(message_.hello(), *peer_), std::make_shared<Sink>(stream_))
+                    .value();
     } else if (message_.has_hello()) {
       stream_->End(InvalidField("kind", "kind: hello was said already"));
       return Leave("it said hello twice");

@@ -20,10 +20,6 @@ struct EngineRole {
   static constexpr Rpc kReleaseRegion = Rpc::kEngineReleaseRegion;
   using Message = v1::EngineMessage;
   using Event = v1::EngineEvent;
-  static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
-                        std::shared_ptr<MemberSink> sink) {
-    return daemon->attaches().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
-  }
   static bool Answer(Daemon* daemon, MemberId member, const Message& message) {
     switch (message.kind_case()) {
       case Message::kReady:

@@ -10,18 +10,13 @@
 
 #include <grpcpp/grpcpp.h>
 
-#include <functional>
-#include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "daemon/services/authorizer.h"
 #include "grpc/health/v1/health.grpc.pb.h"
-#include "transport/base/mutex.h"
 
 namespace refitd {
 

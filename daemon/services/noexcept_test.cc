@@ -1,7 +1,6 @@
 // Functions that gRPC calls must not throw: gRPC swallows exceptions, and the work of the callback
 // would never be finished (common.h). Compiling is the test.
 #include <catch2/catch.hpp>
-#include <utility>
 
 #include "daemon/services/common.h"
 #include "daemon/services/health_service.h"

@@ -6,7 +6,6 @@
 #include "daemon/services/member_service.h"
 #include "daemon/services/services.h"
 #include "daemon/services/status.h"
-#include "proto/convert.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 
 namespace refitd {
@@ -20,14 +19,12 @@ struct TrainerRole {
   static constexpr Rpc kReleaseRegion = Rpc::kTrainerReleaseRegion;
   using Message = v1::TrainerMessage;
   using Event = v1::TrainerEvent;
-  static MemberId Hello(Daemon* daemon, const Message& message, const Peer& peer,
-                        std::shared_ptr<MemberSink> sink) {
-    return daemon->attaches().Attach(ArrivalOf(message.hello(), peer), std::move(sink));
-  }
   static bool Answer(Daemon* /*daemon*/, MemberId /*member*/, const Message& message) {
     return !message.has_detach();
   }
 };
+
+void Fill(const EmptyReply& /*reply*/, google::protobuf::Message* /*response*/) {}
 
 // Thread-safe.
 class TrainerService final : public MemberService<v1::Trainer::CallbackService, TrainerRole> {
@@ -37,23 +34,21 @@ class TrainerService final : public MemberService<v1::Trainer::CallbackService, 
   grpc::ServerUnaryReactor* Begin(grpc::CallbackServerContext* context,
                                   const v1::BeginRequest* request,
                                   v1::BeginResponse* response) noexcept override {
-    return Hand<BeginReply>(
-        context, Rpc::kTrainerBegin, *request, [&] { return EventOf(*request, MaxDuration()); },
-        [response](const BeginReply& begun) { Fill(begun, response); });
+    return Hand<BeginReply>(context, Rpc::kTrainerBegin, *request, response,
+                            [&] { return EventOf(*request, MaxDuration()); });
   }
 
   grpc::ServerUnaryReactor* LeaseSlot(grpc::CallbackServerContext* context,
                                       const v1::LeaseSlotRequest* request,
                                       v1::LeaseSlotResponse* response) noexcept override {
-    return Hand<LeaseSlotReply>(
-        context, Rpc::kTrainerLeaseSlot, *request, [&] { return EventOf(*request); },
-        [response](const LeaseSlotReply& leased) { Fill(leased, response); });
+    return Hand<LeaseSlotReply>(context, Rpc::kTrainerLeaseSlot, *request, response,
+                                [&] { return EventOf(*request); });
   }
 
   grpc::ServerUnaryReactor* ReleaseSlot(grpc::CallbackServerContext* context,
                                         const v1::ReleaseSlotRequest* request,
-                                        v1::ReleaseSlotResponse* /*response*/) noexcept override {
-    return Hand<EmptyReply>(context, Rpc::kTrainerReleaseSlot, *request,
+                                        v1::ReleaseSlotResponse* response) noexcept override {
+    return Hand<EmptyReply>(context, Rpc::kTrainerReleaseSlot, *request, response,
                             [&] { return EventOf(*request); });
   }
 
@@ -74,15 +69,14 @@ class TrainerService final : public MemberService<v1::Trainer::CallbackService, 
   grpc::ServerUnaryReactor* Commit(grpc::CallbackServerContext* context,
                                    const v1::CommitRequest* request,
                                    v1::CommitResponse* response) noexcept override {
-    return Hand<CommitReply>(
-        context, Rpc::kTrainerCommit, *request, [&] { return EventOf(*request); },
-        [response](const CommitReply& committed) { Fill(committed, response); });
+    return Hand<CommitReply>(context, Rpc::kTrainerCommit, *request, response,
+                             [&] { return EventOf(*request); });
   }
 
   grpc::ServerUnaryReactor* Abort(grpc::CallbackServerContext* context,
                                   const v1::AbortRequest* request,
-                                  v1::AbortResponse* /*response*/) noexcept override {
-    return Hand<EmptyReply>(context, Rpc::kTrainerAbort, *request,
+                                  v1::AbortResponse* response) noexcept override {
+    return Hand<EmptyReply>(context, Rpc::kTrainerAbort, *request, response,
                             [&] { return EventOf(*request); });
   }
 
@@ -104,15 +98,14 @@ class TrainerService final : public MemberService<v1::Trainer::CallbackService, 
   grpc::ServerUnaryReactor* Rollback(grpc::CallbackServerContext* context,
                                      const v1::TrainerRollbackRequest* request,
                                      v1::CommitResponse* response) noexcept override {
-    return Hand<CommitReply>(
-        context, Rpc::kTrainerRollback, *request, [&] { return EventOf(*request); },
-        [response](const CommitReply& done) { Fill(done, response); });
+    return Hand<CommitReply>(context, Rpc::kTrainerRollback, *request, response,
+                             [&] { return EventOf(*request); });
   }
 
   grpc::ServerUnaryReactor* ReleasePrevious(
       grpc::CallbackServerContext* context, const v1::TrainerReleasePreviousRequest* request,
-      v1::TrainerReleasePreviousResponse* /*response*/) noexcept override {
-    return Hand<EmptyReply>(context, Rpc::kTrainerReleasePrevious, *request,
+      v1::TrainerReleasePreviousResponse* response) noexcept override {
+    return Hand<EmptyReply>(context, Rpc::kTrainerReleasePrevious, *request, response,
                             [&] { return EventOf(*request); });
   }
 
@@ -127,21 +120,16 @@ class TrainerService final : public MemberService<v1::Trainer::CallbackService, 
   Duration MaxDuration() const { return daemon_->options().group.max_duration; }
 
   // Hands the event that `make()` returns to the caller's group, once the authorizer has admitted
-  // the caller. `fill(reply)` fills the response if the group's reply is OK.
-  template <typename Reply, typename Request, typename Make, typename FillIn>
+  // the caller. The group's reply fills the response if it is OK.
+  template <typename Reply, typename Request, typename Response, typename Make>
   grpc::ServerUnaryReactor* Hand(grpc::CallbackServerContext* context, Rpc rpc,
-                                 const Request& request, Make make, FillIn fill) {
+                                 const Request& request, Response* response, Make make) {
     return AnswerLater(
         daemon_, *authorizer_, context, {rpc},
         [&](CallId call, const Peer& peer, ReplyFunction reply) {
           daemon_->calls().Call(call, CallerOf(request.lease(), peer), make(), std::move(reply));
         },
-        [fill](const ReplyPayload& payload) { fill(PayloadAs<Reply>(payload)); });
-  }
-  template <typename Reply, typename Request, typename Make>
-  grpc::ServerUnaryReactor* Hand(grpc::CallbackServerContext* context, Rpc rpc,
-                                 const Request& request, Make make) {
-    return Hand<Reply>(context, rpc, request, make, [](const Reply&) {});
+        [response](const ReplyPayload& payload) { Fill(PayloadAs<Reply>(payload), response); });
   }
 };
 

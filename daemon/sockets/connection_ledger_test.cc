@@ -1,9 +1,7 @@
 #include "daemon/sockets/connection_ledger.h"
 
-#include <algorithm>
 #include <catch2/catch.hpp>
 #include <string>
-#include <vector>
 
 #include "tests/e2e/http2_frames.h"
 

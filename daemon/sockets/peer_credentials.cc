@@ -65,10 +65,6 @@ absl::StatusOr<std::shared_ptr<const UniqueFd>> PidfdOf(int socket, pid_t pid) {
 
 }  // namespace
 
-std::string Describe(const PeerCredentials& peer) {
-  return fmt::format("pid {}, uid {}, gid {}", peer.pid, peer.uid, peer.gid);
-}
-
 UniqueFd OpenPidfd(pid_t pid) {
   return UniqueFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0U)));
 }

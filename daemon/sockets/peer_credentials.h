@@ -9,10 +9,8 @@
 #include <sys/types.h>
 
 #include <memory>
-#include <string>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/base/unique_fd.h"
 
@@ -27,9 +25,6 @@ struct PeerCredentials {
   std::shared_ptr<const UniqueFd> pidfd;
 };
 
-// Formats as "pid 12, uid 1000, gid 1000".
-std::string Describe(const PeerCredentials& peer);
-
 // Reads the credentials of a connected unix socket. With `with_pidfd` also opens the peer's pidfd:
 // by SO_PEERPIDFD if the kernel has it, else by pidfd_open() of the pid. The latter could name
 // another process only if between connect() and this call the peer ended, its socket lived on in a
@@ -42,14 +37,6 @@ bool HasEnded(const PeerCredentials& peer);
 // Calls pidfd_open(2). Invalid: errno says why. (Some releases of the C library declare it without
 // C linkage.)
 UniqueFd OpenPidfd(pid_t pid);
-
-// The peers that may do everything over the daemon's unix sockets: these users, and the members of
-// these groups (primary or supplementary).
-struct AccessRule {
-  std::vector<uid_t> uids;
-  std::vector<gid_t> gids;
-  bool operator==(const AccessRule&) const = default;
-};
 
 }  // namespace refitd
 

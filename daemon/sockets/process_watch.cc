@@ -53,15 +53,6 @@ ProcessWatch::~ProcessWatch() {
   thread_.join();
 }
 
-absl::StatusOr<WatchHandle> ProcessWatch::Watch(pid_t pid, Callback died) {
-  if (pid <= 0) {
-    return Error(absl::StatusCode::kInvalidArgument, "pid {} can't be watched", pid);
-  }
-  UniqueFd pidfd = OpenPidfd(pid);
-  if (!pidfd.valid() && errno != ESRCH) return PidfdError(errno, pid);
-  return Add(std::move(pidfd), std::move(died));
-}
-
 absl::StatusOr<WatchHandle> ProcessWatch::Watch(const PeerCredentials& peer, Callback died) {
   if (peer.pidfd != nullptr) {
     // A duplicate, since the same descriptor can't be in an epoll set twice.

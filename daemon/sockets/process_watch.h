@@ -42,11 +42,9 @@ class ProcessWatch {
   ProcessWatch& operator=(const ProcessWatch&) = delete;
 
   // Calls `died` once the process has ended (all of its threads; it need not have been reaped), at
-  // once if it has ended already. Prefer the form with credentials: their pidfd was taken when the
-  // connection was accepted, while a bare pid may have been reused since. INVALID_ARGUMENT: pid is
-  // not positive (the peer's pid namespace is not visible). RESOURCE_EXHAUSTED: out of descriptors.
-  // UNIMPLEMENTED: the kernel has no pidfds.
-  absl::StatusOr<WatchHandle> Watch(pid_t pid, Callback died);
+  // once if it has ended already. INVALID_ARGUMENT: the pid is not positive (the peer's pid
+  // namespace is not visible). RESOURCE_EXHAUSTED: out of descriptors. UNIMPLEMENTED: the kernel
+  // has no pidfds.
   absl::StatusOr<WatchHandle> Watch(const PeerCredentials& peer, Callback died);
 
   // True: the callback has not started and never will. False: it ran, runs now, or the handle is

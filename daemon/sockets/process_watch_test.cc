@@ -47,18 +47,27 @@ std::unique_ptr<ProcessWatch> NewWatch() {
   return std::move(*watch);
 }
 
+// As PeerOf gives them: without a pidfd if the process has ended.
+PeerCredentials Process(pid_t pid) {
+  PeerCredentials process;
+  process.pid = pid;
+  UniqueFd pidfd = OpenPidfd(pid);
+  if (pidfd.valid()) process.pidfd = std::make_shared<const UniqueFd>(std::move(pidfd));
+  return process;
+}
+
 TEST_CASE("A killed process is reported once, before it is reaped") {
   Deaths deaths;
   const auto watch = NewWatch();
   const ChildProcess child([] {});
-  REQUIRE(watch->Watch(child.pid(), deaths.Callback(1)).ok());
+  REQUIRE(watch->Watch(Process(child.pid()), deaths.Callback(1)).ok());
   CHECK(watch->watched() == 1);
   child.Signal(SIGKILL);
   CHECK(deaths.Wait(1));
   CHECK(watch->watched() == 0);
   // A callback that fires later has passed the queue after the cancelled one.
   const ChildProcess other([] {});
-  REQUIRE(watch->Watch(other.pid(), deaths.Callback(2)).ok());
+  REQUIRE(watch->Watch(Process(other.pid()), deaths.Callback(2)).ok());
   other.Signal(SIGKILL);
   CHECK(deaths.Wait(2));
   CHECK(deaths.count(1) == 1);
@@ -68,10 +77,10 @@ TEST_CASE("A stopped process is not reported") {
   Deaths deaths;
   const auto watch = NewWatch();
   const ChildProcess stopped([] {});
-  REQUIRE(watch->Watch(stopped.pid(), deaths.Callback(1)).ok());
+  REQUIRE(watch->Watch(Process(stopped.pid()), deaths.Callback(1)).ok());
   stopped.Signal(SIGSTOP);
   const ChildProcess killed([] {});
-  REQUIRE(watch->Watch(killed.pid(), deaths.Callback(2)).ok());
+  REQUIRE(watch->Watch(Process(killed.pid()), deaths.Callback(2)).ok());
   killed.Signal(SIGKILL);
   CHECK(deaths.Wait(2));
   CHECK(deaths.count(1) == 0);
@@ -83,7 +92,7 @@ TEST_CASE("A process that is gone already fires at once") {
   ChildProcess child([] {});
   const pid_t pid = child.pid();
   child.Kill();
-  REQUIRE(watch->Watch(pid, deaths.Callback(1)).ok());
+  REQUIRE(watch->Watch(Process(pid), deaths.Callback(1)).ok());
   CHECK(deaths.Wait(1));
 }
 
@@ -91,8 +100,8 @@ TEST_CASE("A cancelled watch never fires") {
   Deaths deaths;
   const auto watch = NewWatch();
   const ChildProcess child([] {});
-  const auto first = watch->Watch(child.pid(), deaths.Callback(1));
-  REQUIRE(watch->Watch(child.pid(), deaths.Callback(2)).ok());
+  const auto first = watch->Watch(Process(child.pid()), deaths.Callback(1));
+  REQUIRE(watch->Watch(Process(child.pid()), deaths.Callback(2)).ok());
   REQUIRE(first.ok());
   CHECK(watch->Cancel(*first));
   CHECK_FALSE(watch->Cancel(*first));
@@ -105,7 +114,7 @@ TEST_CASE("Cancelling after it fired, or what never was, says so") {
   Deaths deaths;
   const auto watch = NewWatch();
   const ChildProcess child([] {});
-  const auto handle = watch->Watch(child.pid(), deaths.Callback(1));
+  const auto handle = watch->Watch(Process(child.pid()), deaths.Callback(1));
   child.Signal(SIGKILL);
   REQUIRE(deaths.Wait(1));
   CHECK_FALSE(watch->Cancel(*handle));
@@ -154,7 +163,8 @@ TEST_CASE(
   peer.pid = 0;
   CHECK(watch->Watch(peer, deaths.Callback(2)).status().code() ==
         absl::StatusCode::kInvalidArgument);
-  CHECK(watch->Watch(-1, deaths.Callback(2)).status().code() == absl::StatusCode::kInvalidArgument);
+  CHECK(watch->Watch(Process(-1), deaths.Callback(2)).status().code() ==
+        absl::StatusCode::kInvalidArgument);
   CHECK(watch->watched() == 0);
 }
 
@@ -163,12 +173,12 @@ TEST_CASE("A callback may watch and cancel") {
   const auto watch = NewWatch();
   const ChildProcess survivor([] {});
   const ChildProcess child([] {});
-  const auto other = watch->Watch(survivor.pid(), deaths.Callback(1));
+  const auto other = watch->Watch(Process(survivor.pid()), deaths.Callback(1));
   REQUIRE(watch
-              ->Watch(child.pid(),
+              ->Watch(Process(child.pid()),
                       [&] {
                         if (watch->Cancel(*other) &&
-                            watch->Watch(child.pid(), deaths.Callback(2)).ok()) {
+                            watch->Watch(Process(child.pid()), deaths.Callback(2)).ok()) {
                           deaths.Callback(3)();
                         }
                       })
@@ -184,7 +194,7 @@ TEST_CASE("What a callback uses may go once the watch was cancelled and awaited"
   const auto watch = NewWatch();
   const ChildProcess child([] {});
   auto used = std::make_unique<std::atomic<int>>(0);
-  const auto handle = watch->Watch(child.pid(), [&deaths, used = used.get()] {
+  const auto handle = watch->Watch(Process(child.pid()), [&deaths, used = used.get()] {
     deaths.Callback(1)();
     for (int i = 0; i < 1'000; ++i) {
       std::this_thread::yield();
@@ -204,7 +214,7 @@ TEST_CASE("Ending the watch drops what did not fire") {
   const ChildProcess child([] {});
   {
     const auto watch = NewWatch();
-    REQUIRE(watch->Watch(child.pid(), deaths.Callback(1)).ok());
+    REQUIRE(watch->Watch(Process(child.pid()), deaths.Callback(1)).ok());
   }
   child.Signal(SIGKILL);
   CHECK(deaths.count(1) == 0);

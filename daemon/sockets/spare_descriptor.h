@@ -11,7 +11,6 @@
 #include <functional>
 #include <optional>
 #include <string>
-#include <utility>
 
 #include "transport/base/unique_fd.h"
 

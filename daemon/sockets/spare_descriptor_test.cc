@@ -7,12 +7,11 @@
 
 #include <cerrno>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "catch2/catch.hpp"
 #include "daemon/test_util.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 namespace refitd {
 namespace {

@@ -16,7 +16,6 @@
 #include <thread>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/base/mutex.h"
 #include "transport/base/unique_fd.h"

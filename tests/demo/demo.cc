@@ -201,7 +201,8 @@ class Demo {
       node.client = std::make_unique<OperatorClient>(node.global);
     }
     for (NodeDaemon& node : nodes_) {
-      REFITD_ASSIGN_OR_RETURN(const auto status, node.client->GetStatus(/*wait_for_ready=*/true));
+      REFITD_ASSIGN_OR_RETURN(const auto status, node.client->Call(&refitctl::Rpcs::GetStatus, {},
+                                                                   /*wait_for_ready=*/true));
       for (const std::string& listener : status.listeners()) {
         if (listener.starts_with(kTcp)) coordinator_ = listener.substr(kTcp.size());
       }
@@ -218,7 +219,7 @@ class Demo {
     request.mutable_spec()->set_trainer_ranks(1);
     request.mutable_spec()->set_min_instances(1);
     request.mutable_spec()->set_slot_bytes(options_.slot_bytes);
-    REFITD_RETURN_IF_ERROR(client_->CreateGroup(request).status());
+    REFITD_RETURN_IF_ERROR(client_->Call(&refitctl::Rpcs::CreateGroup, request).status());
     watcher_ = std::make_unique<UpdateWatcher>(
         *client_, kGroup, [this](const v1::UpdateStatus& update) { OnUpdate(update); });
     return absl::OkStatus();
@@ -299,7 +300,8 @@ class Demo {
     Rank& victim = VictimRank();
     REFITD_RETURN_IF_ERROR(
         events_.Await(victim.name(), "stalled", kKillVersion, Deadline()).status());
-    REFITD_ASSIGN_OR_RETURN(const v1::GetGroupResponse before, client_->GetGroup(kGroup));
+    REFITD_ASSIGN_OR_RETURN(const v1::GetGroupResponse before,
+                            client_->Call(&refitctl::Rpcs::GetGroup, kGroup));
     victim.child->Signal(SIGKILL);
     const v1::UpdateStatus& update = before.group().update();
     console_.Say(fmt::format("  killed instance {} (pid {}) with {} of {} handed over", kVictim,
@@ -388,7 +390,7 @@ class Demo {
 
   // Compares the daemon's own status of the instances.
   absl::Status CheckStatus() {
-    REFITD_ASSIGN_OR_RETURN(const auto group, client_->GetGroup(kGroup));
+    REFITD_ASSIGN_OR_RETURN(const auto group, client_->Call(&refitctl::Rpcs::GetGroup, kGroup));
     if (group.group().version() != kVersions) {
       return Error(absl::StatusCode::kAborted, "the group is at version {}",
                    group.group().version());
@@ -405,7 +407,7 @@ class Demo {
   // Checks that each daemon knows the other, and that bytes crossed between them.
   absl::Status CheckNodes() {
     for (NodeDaemon& node : nodes_) {
-      REFITD_ASSIGN_OR_RETURN(node.last, node.client->GetStatus());
+      REFITD_ASSIGN_OR_RETURN(node.last, node.client->Call(&refitctl::Rpcs::GetStatus));
     }
     const auto& groups = nodes_[kNodeA].last.groups();
     int joined = 0;

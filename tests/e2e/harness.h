@@ -9,8 +9,6 @@
 #include <sys/types.h>
 
 #include <chrono>
-#include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,8 +16,8 @@
 
 #include "refitd/v1/operator.grpc.pb.h"
 #include "tests/e2e/raw_client.h"
-#include "transport/base/eventually.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/eventually_testing.h"
+#include "transport/base/temp_folder_testing.h"
 #include "transport/base/unique_fd.h"
 
 namespace refitd::e2e {

@@ -4,7 +4,6 @@
 // The engines check their own memory whenever they would report good weights: it must hold exactly
 // the version that they report, byte for byte (P2).
 #include <dirent.h>
-#include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
 

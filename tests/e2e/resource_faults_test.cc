@@ -19,7 +19,6 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 
 #include "tests/e2e/harness.h"
 #include "tests/e2e/require.h"

@@ -16,7 +16,6 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <list>
-#include <memory>
 #include <optional>
 #include <string>
 #include <thread>

@@ -13,7 +13,7 @@
 #include <iterator>
 
 #include "client/trainer.h"
-#include "daemon/tls_scrape.h"
+#include "daemon/tls_scrape_testing.h"
 #include "tests/e2e/certified.h"
 #include "tests/e2e/client_members.h"
 #include "tests/e2e/require.h"

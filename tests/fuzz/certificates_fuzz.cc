@@ -15,7 +15,7 @@
 
 #include "tests/fuzz/one_in.h"
 #include "transport/base/status.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 #include "transport/base/unique_fd.h"
 #include "transport/sockets/tls_context.h"
 #include "transport/tls/certificates.h"

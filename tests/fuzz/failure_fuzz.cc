@@ -27,7 +27,6 @@ size_t MetadataBytes(const absl::Status& status) {
 void CheckHarmless(const Failure& failure) {
   for (const Suspect& suspect : failure.suspects) {
     REFITD_CHECK(IsHarmless(suspect.daemon) && IsHarmless(suspect.instance));
-    REFITD_CHECK(IsHarmless(NameOf(suspect)));
   }
   for (const std::string& name : failure.dirty_instances) REFITD_CHECK(IsHarmless(name));
   REFITD_CHECK(IsHarmless(failure.tensor) && IsHarmless(failure.field));

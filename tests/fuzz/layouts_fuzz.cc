@@ -156,17 +156,16 @@ bool Skipped(const PlanOptions& options, size_t destination) {
   return destination < options.skip_destination.size() && options.skip_destination[destination];
 }
 
-void CheckMoves(const MovePlan& program, const Layouts& sources, const Layouts& destinations,
+void CheckMoves(const MovePlan& program, const Layout& from, const Layouts& destinations,
                 const PlanOptions& options) {
   // The written (destination, piece, element).
   std::set<std::tuple<uint32_t, uint32_t, int64_t>> written;
   int64_t bytes = 0;
   for (const CopyMove& move : program.moves) {
-    REFITD_CHECK(move.source < sources.size() && sources[move.source] != nullptr);
+    REFITD_CHECK(move.source == 0);
     REFITD_CHECK(move.destination < destinations.size());
     REFITD_CHECK(destinations[move.destination] != nullptr);
     REFITD_CHECK(!Skipped(options, move.destination));
-    const Layout& from = *sources[move.source];
     const Layout& to = *destinations[move.destination];
     REFITD_CHECK(move.source_piece < from.pieces.size());
     REFITD_CHECK(move.destination_piece < to.pieces.size());
@@ -197,16 +196,13 @@ void CheckMoves(const MovePlan& program, const Layouts& sources, const Layouts& 
   }
   REFITD_CHECK(bytes == program.bytes);
 
-  // The elements that the sources hold, by tensor name.
+  // The elements that the source holds, by tensor name.
   std::map<std::string, std::set<int64_t>> held;
-  for (const auto& source : sources) {
-    if (source == nullptr) continue;
-    for (const Piece& piece : source->pieces) {
-      const TensorSpec& tensor = source->tensors[piece.tensor];
-      std::set<int64_t>& elements = held[tensor.name];
-      ForEachElement(piece.box, piece, tensor.shape,
-                     [&](int64_t index, int64_t) { elements.insert(index); });
-    }
+  for (const Piece& piece : from.pieces) {
+    const TensorSpec& tensor = from.tensors[piece.tensor];
+    std::set<int64_t>& elements = held[tensor.name];
+    ForEachElement(piece.box, piece, tensor.shape,
+                   [&](int64_t index, int64_t) { elements.insert(index); });
   }
   for (uint32_t d = 0; d < destinations.size(); ++d) {
     if (destinations[d] == nullptr || Skipped(options, d)) continue;
@@ -214,18 +210,32 @@ void CheckMoves(const MovePlan& program, const Layouts& sources, const Layouts& 
     for (uint32_t p = 0; p < to.pieces.size(); ++p) {
       const Piece& piece = to.pieces[p];
       const TensorSpec& tensor = to.tensors[piece.tensor];
-      const bool excused =
-          !options.require_cover ||
-          std::find(options.uncovered_allowed.begin(), options.uncovered_allowed.end(),
-                    tensor.name) != options.uncovered_allowed.end();
       ForEachElement(piece.box, piece, tensor.shape, [&](int64_t index, int64_t) {
         const bool there = held[tensor.name].contains(index);
-        const bool moved = written.contains({d, p, index});
-        REFITD_CHECK(moved || excused);
-        REFITD_CHECK(there || !moved);
-        if (!options.require_cover) REFITD_CHECK(moved == there);
+        REFITD_CHECK(written.contains({d, p, index}) == there);
       });
     }
+  }
+}
+
+// Plans a push of all that the source holds.
+void CheckPush(const Layout& source, const DestinationIndex& index, const PlanOptions& options) {
+  const PlanSource pushed = {source.tensors, source.pieces};
+  const auto program = Compile(pushed, index, options);
+  if (!program.ok()) {
+    REFITD_CHECK(program.status().code() == absl::StatusCode::kFailedPrecondition ||
+                 program.status().code() == absl::StatusCode::kResourceExhausted);
+    return;
+  }
+  REFITD_CHECK(static_cast<int64_t>(program->moves.size()) <= options.max_moves);
+  const auto again = Compile(pushed, index, options);
+  REFITD_CHECK(again.ok() && again->moves == program->moves);
+  const Layouts& destinations = index.destinations();
+  const auto countable = [](const auto& layout) { return layout == nullptr || Countable(*layout); };
+  // The pieces of a bucket share no element.
+  if (!Countable(source) || !Disjoint(source)) return;
+  if (std::all_of(destinations.begin(), destinations.end(), countable)) {
+    CheckMoves(*program, source, destinations, options);
   }
 }
 
@@ -241,7 +251,6 @@ void CheckRoutes(const Layouts& sources, const Layouts& destinations, const Plan
     engines.push_back({destinations[i], 1 + i % 2, i, "engine " + std::to_string(i)});
   }
   RouteOptions route_options;
-  route_options.skip_instance = options.skip_destination;
   route_options.max_routes = std::min(options.max_moves, kMaxRoutes);
   route_options.split_bytes = 16;
   const auto plan = CompileRoutes(trainers, engines, route_options);
@@ -293,28 +302,14 @@ void FuzzOne(const fuzz::LayoutsInput& input) {
     return;
   }
   PlanOptions options;
-  options.require_cover = !input.partial_cover();
   for (size_t i = 0; i < destinations.size(); ++i) {
     options.skip_destination.push_back(i < static_cast<size_t>(input.skip_destination_size()) &&
                                        input.skip_destination(static_cast<int>(i)));
   }
-  options.uncovered_allowed.assign(input.uncovered_allowed().begin(),
-                                   input.uncovered_allowed().end());
   if (input.max_moves() > 0) options.max_moves = std::min(input.max_moves(), kMaxMoves);
   CheckRoutes(sources, destinations, options);
-  const auto program = Compile(sources, **index, options);
-  if (!program.ok()) {
-    REFITD_CHECK(program.status().code() == absl::StatusCode::kFailedPrecondition ||
-                 program.status().code() == absl::StatusCode::kResourceExhausted);
-    return;
-  }
-  REFITD_CHECK(static_cast<int64_t>(program->moves.size()) <= options.max_moves);
-  const auto again = Compile(sources, **index, options);
-  REFITD_CHECK(again.ok() && again->Digest() == program->Digest());
-  const auto countable = [](const auto& layout) { return layout == nullptr || Countable(*layout); };
-  if (std::all_of(sources.begin(), sources.end(), countable) &&
-      std::all_of(destinations.begin(), destinations.end(), countable)) {
-    CheckMoves(*program, sources, destinations, options);
+  for (const auto& source : sources) {
+    if (source != nullptr) CheckPush(*source, **index, options);
   }
 }
 

@@ -21,7 +21,7 @@
 
 #include "daemon/refitctl/safetensors.h"
 #include "transport/base/status.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 #include "transport/base/unique_fd.h"
 #include "transport/plan/layout.h"
 

@@ -25,14 +25,12 @@ int main() {
 #include <array>
 #include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <random>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "transport/cuda/copy_interpreter.h"
+#include "transport/cuda/copy_interpreter_testing.h"
 #include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/copy_task.h"

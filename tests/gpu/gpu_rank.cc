@@ -54,7 +54,6 @@
 #include "tests/gpu/rank_layout.h"
 #include "tests/gpu/share.h"
 #include "tests/gpu/store.h"
-#include "transport/broadcast.h"
 #include "transport/host/memory.h"
 
 namespace refitd::gpu {

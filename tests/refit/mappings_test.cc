@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "tests/refit/cluster.h"
-#include "tests/workloads/sharding/arena.h"
 #include "tests/workloads/sharding/oracle.h"
 
 namespace refitd::refit {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <catch2/catch.hpp>
-#include <cstring>
 #include <set>
 #include <string>
 #include <vector>

@@ -1,7 +1,6 @@
 // Replays seeds: `sim --seed=N [--trace] [--bug=NAME]`, or runs many: `sim --seeds=FIRST-LAST`.
 #include <charconv>
 #include <cstdio>
-#include <string>
 #include <string_view>
 
 #include "tests/sim/bugs.h"

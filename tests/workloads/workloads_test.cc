@@ -1,14 +1,12 @@
 #include <unistd.h>
 
 #include <catch2/catch.hpp>
-#include <cstdlib>
-#include <cstring>
 
 #include "daemon/refitctl/safetensors.h"
 #include "tests/workloads/checkpoint_writer.h"
 #include "tests/workloads/models.h"
 #include "tests/workloads/safetensors_writer.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 namespace refitd::workloads {
 namespace {

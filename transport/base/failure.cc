@@ -390,22 +390,4 @@ absl::Status WithFailureOf(const absl::Status& from, absl::Status status) {
   return status;
 }
 
-std::string NameOf(const Suspect& suspect) {
-  const std::string rank =
-      suspect.rank.has_value() ? fmt::format(" rank {}", *suspect.rank) : std::string();
-  switch (suspect.role) {
-    case SuspectRole::kTrainer:
-      return "trainer" + rank;
-    case SuspectRole::kEngine:
-      return (rank.empty() ? "instance " : "engine ") + suspect.instance + rank;
-    case SuspectRole::kDaemon:
-      return "daemon " + suspect.daemon;
-    case SuspectRole::kOperator:
-      return "an operator";
-    case SuspectRole::kUnspecified:
-      return "";
-  }
-  return "";
-}
-
 }  // namespace refitd

@@ -120,10 +120,6 @@ absl::Status Prefixed(const absl::Status& status, fmt::format_string<Args...> fo
                                               std::string(status.message())));
 }
 
-// "trainer rank 3", "engine a rank 0", "instance a", "daemon d", "an operator"; "" if nothing is
-// known.
-std::string NameOf(const Suspect& suspect);
-
 }  // namespace refitd
 
 #endif  // REFITD_TRANSPORT_BASE_FAILURE_H_

@@ -2,7 +2,6 @@
 
 #if defined(REFITD_CUDA)
 #include <dlfcn.h>
-#include <fmt/format.h>
 
 #include "absl/strings/cord.h"
 #include "transport/base/status.h"

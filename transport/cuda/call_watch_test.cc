@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/base/status.h"
 
 namespace refitd {

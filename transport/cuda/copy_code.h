@@ -1,6 +1,6 @@
 // The code of the copy kernels: the work of one thread of a block for a copy task. nvcc compiles it
-// for GPUs, and the host's compiler for copy_interpreter.h, which runs thread after thread, so that
-// tests without a GPU run it too.
+// for GPUs, and the host's compiler for copy_interpreter_testing.h, which runs thread after thread,
+// so that tests without a GPU run it too.
 //
 // A run is handled in vectors of 16 bytes. They are aligned to the address that is stored to, or,
 // in a pass that stores nothing, to the digest's index; the first and last vector of a run may be

@@ -12,8 +12,8 @@
 #include <random>
 #include <vector>
 
-#include "transport/cuda/copy_interpreter.h"
-#include "transport/digest/digest.h"
+#include "transport/cuda/copy_interpreter_testing.h"
+#include "transport/digest/digest_testing.h"
 
 namespace refitd {
 namespace {

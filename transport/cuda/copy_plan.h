@@ -1,6 +1,6 @@
 // Plans a transfer on GPUs: for each device that runs tasks, a list of tasks for the copy kernels
 // (copy_task.h). Pure: no CUDA call, so all of it is tested without a GPU, where an interpreter
-// that shares the kernel's code runs the tasks (copy_interpreter.h).
+// that shares the kernel's code runs the tasks (copy_interpreter_testing.h).
 //
 // A task runs on its source's device and stores to the destination's device; if the source is host
 // memory, it runs on the destination's device. Wrong programs are refused as the host transport

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/cuda/copy_interpreter.h"
+#include "transport/cuda/copy_interpreter_testing.h"
 #include "transport/digest/digest.h"
 #include "transport/host/host_transport.h"
 #include "transport/transport_testing.h"

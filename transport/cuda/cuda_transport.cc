@@ -838,30 +838,11 @@ class ReadbackRun : public Run {
   void Finish(absl::Status status, const Sums& sums, bool /*ended*/) override {
     ReadbackResult result;
     result.status = std::move(status);
-    if (result.status.ok()) Compare(sums, &result);
+    if (result.status.ok()) {
+      result = CompareReadback(call_.readback->job, call_.expected, sums.source);
+    }
     const auto done = std::move(call_.done);
     done(std::move(result));
-  }
-
-  // P1: compares the digests of the destination's bytes with the sums of the passes over the
-  // sources.
-  void Compare(const Sums& sums, ReadbackResult* result) const {
-    std::vector<uint32_t>& failed = result->failed_destinations;
-    const std::vector<ReadbackPiece>& pieces = call_.readback->job.pieces;
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      const ReadbackPiece& piece = pieces[i];
-      const uint64_t expected = call_.expected[i];
-      const uint64_t found = sums.source[i];
-      if (found == expected) continue;
-      failed.push_back(piece.destination);
-      if (!result->status.ok()) continue;
-      result->status = Error(absl::StatusCode::kDataLoss,
-                             "verification of \"{}\" at destination {} failed: digest of the "
-                             "source is {:016x}, read back {:016x}",
-                             piece.piece.name, piece.destination, expected, found);
-    }
-    std::sort(failed.begin(), failed.end());
-    failed.erase(std::unique(failed.begin(), failed.end()), failed.end());
   }
 
   ReadbackCall call_;

@@ -7,15 +7,13 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/base/status.h"
 #include "transport/cuda/fakes/fake_cuda.h"
 #include "transport/cuda/fakes/fake_nccl.h"

@@ -1,5 +1,5 @@
 // The code of the derive kernel: the work of one thread of a block for one block of a DeriveTask.
-// nvcc compiles it for GPUs, and the host's compiler for copy_interpreter.h, as copy_code.h.
+// nvcc compiles it for GPUs, and the host's compiler for copy_interpreter_testing.h, as copy_code.h.
 //
 // A block's elements are read twice: for the largest magnitude, and for the values, when they lie
 // in the first-level cache. A thread takes as many elements beside one another as fill a vector of

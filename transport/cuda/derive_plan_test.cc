@@ -7,7 +7,7 @@
 #include <limits>
 #include <random>
 
-#include "transport/cuda/copy_interpreter.h"
+#include "transport/cuda/copy_interpreter_testing.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/derive/derive.h"
 #include "transport/digest/digest.h"

@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 #include "tests/aborts.h"
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/cuda/api.h"
 #include "transport/cuda/fakes/fake_cuda.h"
 #include "transport/host/memory.h"

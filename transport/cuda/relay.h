@@ -17,8 +17,6 @@
 #include <chrono>
 #include <functional>
 #include <memory>
-#include <string>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"

@@ -16,7 +16,6 @@
 #include <functional>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "transport/transport.h"
 

@@ -81,9 +81,6 @@ const DigestKernels& BestDigestKernels();
 // All kernels that this CPU can run, scalar first; tests compare each with the definition.
 std::vector<const DigestKernels*> AllDigestKernels();
 
-// The definition above, element by element, for tests and documentation.
-uint64_t ReferenceDigest(const void* data, int element_bytes, int64_t first, int64_t count);
-
 }  // namespace refitd
 
 #endif  // REFITD_TRANSPORT_DIGEST_DIGEST_H_

@@ -5,6 +5,8 @@
 #include <random>
 #include <vector>
 
+#include "transport/digest/digest_testing.h"
+
 namespace refitd {
 namespace {
 

@@ -301,14 +301,4 @@ uint64_t CopyBoxUnfenced(char* to, const Dims& to_strides, const char* from,
   return digest;
 }
 
-uint64_t CopyBox(char* to, const Dims& to_strides, const char* from, const Dims& from_strides,
-                 const Box& box, const Dims& shape, int element_bytes, bool with_digest) {
-  const bool stream = ElementCount(box) * element_bytes >= kStreamingBytes;
-  const uint64_t digest = CopyBoxUnfenced(
-      to, to_strides, from, from_strides, box, shape, element_bytes,
-      {.with_digest = with_digest, .mode = stream ? StoreMode::kStreaming : StoreMode::kCached});
-  if (stream) DigestStoreFence();
-  return digest;
-}
-
 }  // namespace refitd

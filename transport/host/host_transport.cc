@@ -486,29 +486,12 @@ class ReadbackTask : public WorkTask {
   void Finish() override {
     ReadbackResult result;
     result.status = prepared_->plan.status;
-    if (result.status.ok()) Compare(&result);
+    if (result.status.ok()) {
+      result = CompareReadback(prepared_->job, expected_, {sums_.begin(), sums_.end()});
+    }
     prepared_ = nullptr;  // P8, as in CopyTask
     done_(std::move(result));
     done_ = nullptr;
-  }
-
-  // P1: compares the digests of the destination's bytes with the sums of the passes over the
-  // sources.
-  void Compare(ReadbackResult* result) const {
-    std::vector<uint32_t>& failed = result->failed_destinations;
-    for (size_t i = 0; i < expected_.size(); ++i) {
-      const uint64_t found = sums_[i].load(std::memory_order_relaxed);
-      if (found == expected_[i]) continue;
-      const ReadbackPiece& piece = prepared_->job.pieces[i];
-      failed.push_back(piece.destination);
-      if (!result->status.ok()) continue;
-      result->status = Error(absl::StatusCode::kDataLoss,
-                             "verification of \"{}\" at destination {} failed: digest of the "
-                             "source is {:016x}, read back {:016x}",
-                             piece.piece.name, piece.destination, expected_[i], found);
-    }
-    std::sort(failed.begin(), failed.end());
-    failed.erase(std::unique(failed.begin(), failed.end()), failed.end());
   }
 
   std::shared_ptr<const PreparedRead> prepared_;

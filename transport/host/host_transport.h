@@ -40,14 +40,10 @@ struct HostTransportOptions {
 // (copies are finite) and calls every `done`.
 std::unique_ptr<Transport> MakeHostTransport(const HostTransportOptions& options);
 
-// These two functions are exposed for tests and benchmarks.
-// DigestBox returns the digest of `box` (global coordinates) of a piece; `data` is the address of
-// the box's first element.
+// Returns the digest of `box` (global coordinates) of a piece; `data` is the address of the box's
+// first element. Exposed for tests and benchmarks.
 uint64_t DigestBox(const char* data, const Dims& strides, const Box& box, const Dims& shape,
                    int element_bytes);
-// CopyBox copies such a box. It returns the digest of what was stored if `with_digest`, else 0.
-uint64_t CopyBox(char* to, const Dims& to_strides, const char* from, const Dims& from_strides,
-                 const Box& box, const Dims& shape, int element_bytes, bool with_digest);
 
 }  // namespace refitd
 

@@ -12,7 +12,8 @@
 #include <vector>
 
 #include "transport/base/mutex.h"
-#include "transport/digest/digest.h"
+#include "transport/digest/digest_testing.h"
+#include "transport/host/box_copy.h"
 #include "transport/transport_testing.h"
 
 namespace refitd {
@@ -81,6 +82,15 @@ void ForEachElement(const Box& box, const Dims& shape, const Dims& strides, Visi
   }
 }
 
+uint64_t CopyBox(Bytes* to, const Dims& to_strides, const Bytes& from, const Dims& from_strides,
+                 const Box& box, const Dims& shape, int element_bytes,
+                 const BoxCopyOptions& options) {
+  const uint64_t digest = CopyBoxUnfenced(to->data(), to_strides, from.data(), from_strides, box,
+                                          shape, element_bytes, options);
+  DigestStoreFence();
+  return digest;
+}
+
 TEST_CASE("Boxes of any strides are copied and digested like element by element") {
   std::mt19937_64 random(kSeed);
   for (int round = 0; round < 600; ++round) {
@@ -107,11 +117,12 @@ TEST_CASE("Boxes of any strides are copied and digested like element by element"
                   static_cast<size_t>(element_bytes));
     });
     REQUIRE(DigestBox(from.data(), from_strides, box, shape, element_bytes) == digest);
-    REQUIRE(CopyBox(plain.data(), to_strides, from.data(), from_strides, box, shape, element_bytes,
-                    false) == 0);
+    const StoreMode mode = round % 3 == 0 ? StoreMode::kStreaming : StoreMode::kCached;
+    REQUIRE(CopyBox(&plain, to_strides, from, from_strides, box, shape, element_bytes,
+                    {.mode = mode}) == 0);
     REQUIRE(plain == want);
-    REQUIRE(CopyBox(fused.data(), to_strides, from.data(), from_strides, box, shape, element_bytes,
-                    true) == digest);
+    REQUIRE(CopyBox(&fused, to_strides, from, from_strides, box, shape, element_bytes,
+                    {.with_digest = true, .mode = mode}) == digest);
     REQUIRE(fused == want);
     REQUIRE(DigestBox(fused.data(), to_strides, box, shape, element_bytes) == digest);
   }
@@ -120,7 +131,8 @@ TEST_CASE("Boxes of any strides are copied and digested like element by element"
 TEST_CASE("Empty boxes copy nothing and digest to zero") {
   const Dims shape = {4, 0};
   CHECK(DigestBox(nullptr, {0, 1}, WholeBox(shape), shape, 2) == 0);
-  CHECK(CopyBox(nullptr, {0, 1}, nullptr, {0, 1}, WholeBox(shape), shape, 2, true) == 0);
+  CHECK(CopyBoxUnfenced(nullptr, {0, 1}, nullptr, {0, 1}, WholeBox(shape), shape, 2,
+                        {.with_digest = true}) == 0);
 }
 
 // ---- whole transfers ----

@@ -585,15 +585,6 @@ int64_t ElementBytes(DType dtype) { return RowOf(dtype).bytes; }
 
 std::string_view DTypeName(DType dtype) { return RowOf(dtype).name; }
 
-std::optional<DType> ParseDType(std::string_view name) {
-  constexpr std::string_view kPrefix = "torch.";
-  if (name.starts_with(kPrefix)) name.remove_prefix(kPrefix.size());
-  for (const DTypeRow& row : kDTypes) {
-    if (row.name == name) return row.dtype;
-  }
-  return std::nullopt;
-}
-
 absl::StatusOr<DType> DTypeFromProto(int value) {
   if (value < 1 || value > static_cast<int>(std::size(kDTypes))) {
     return Invalid("dtype {} is not known", value);
@@ -945,14 +936,6 @@ bool IntervalSet::Add(int64_t begin, int64_t end) {
     ranges_.insert(next, {begin, end});
   }
   return true;
-}
-
-bool IntervalSet::Contains(int64_t begin, int64_t end) const {
-  if (begin >= end) return true;
-  const auto range =
-      std::upper_bound(ranges_.begin(), ranges_.end(), begin,
-                       [](int64_t at, const auto& range) { return at < range.second; });
-  return range != ranges_.end() && range->first <= begin && end <= range->second;
 }
 
 std::optional<int64_t> IntervalSet::FirstGap(int64_t size) const {

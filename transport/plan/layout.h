@@ -47,8 +47,6 @@ enum class DType : uint8_t {
 int64_t ElementBytes(DType dtype);
 // Returns torch's name of the type without its prefix: "bfloat16", "float8_e4m3fn", ...
 std::string_view DTypeName(DType dtype);
-// Accepts the names of DTypeName, with or without "torch." before them.
-std::optional<DType> ParseDType(std::string_view name);
 // The DType of a number from the wire; INVALID_ARGUMENT with the number if unknown.
 absl::StatusOr<DType> DTypeFromProto(int value);
 
@@ -263,7 +261,6 @@ class IntervalSet {
   // Adds [begin, end). Returns false, and changes nothing, if it overlaps a range in the set. Empty
   // ranges are accepted and ignored.
   bool Add(int64_t begin, int64_t end);
-  bool Contains(int64_t begin, int64_t end) const;
   int64_t total() const { return total_; }
   // Returns the first index in [0, size) that is missing, or nullopt.
   std::optional<int64_t> FirstGap(int64_t size) const;

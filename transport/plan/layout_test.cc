@@ -80,7 +80,7 @@ std::vector<Box> BoxesInside(const Dims& shape) {
   return boxes;
 }
 
-TEST_CASE("Dtypes have torch's names and their sizes, both ways") {
+TEST_CASE("Dtypes have torch's names and their sizes") {
   const std::map<std::string, int64_t> expected = {
       {"float64", 8},       {"float32", 4},     {"float16", 2}, {"bfloat16", 2},
       {"float8_e4m3fn", 1}, {"float8_e5m2", 1}, {"int64", 8},   {"int32", 4},
@@ -92,13 +92,8 @@ TEST_CASE("Dtypes have torch's names and their sizes, both ways") {
     CHECK(static_cast<int>(*dtype) == value);
     const std::string name(DTypeName(*dtype));
     found[name] = ElementBytes(*dtype);
-    CHECK(ParseDType(name) == *dtype);
-    CHECK(ParseDType("torch." + name) == *dtype);
   }
   CHECK(found == expected);
-  CHECK(!ParseDType("float").has_value());
-  CHECK(!ParseDType("torch.torch.int8").has_value());
-  CHECK(!ParseDType("").has_value());
   for (const int value : {-1, 0, 13, 256, 257}) {
     const auto dtype = DTypeFromProto(value);
     CHECK(absl::IsInvalidArgument(dtype.status()));
@@ -487,11 +482,6 @@ TEST_CASE("An interval set agrees with a bitmap") {
       if (free) std::fill(bits.begin() + begin, bits.begin() + end, true);
       REQUIRE(set.total() == std::count(bits.begin(), bits.end(), true));
       for (int64_t b = 0; b < kSize; ++b) {
-        for (int64_t e = b; e <= kSize; ++e) {
-          const bool all =
-              std::all_of(bits.begin() + b, bits.begin() + e, [](bool x) { return x; });
-          REQUIRE(set.Contains(b, e) == all);
-        }
         const auto gap = std::find(bits.begin(), bits.begin() + b, false) - bits.begin();
         REQUIRE(set.FirstGap(b) == (gap == b ? std::nullopt : std::optional<int64_t>(gap)));
       }

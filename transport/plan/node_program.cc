@@ -645,20 +645,6 @@ uint64_t Stream::Digest() const {
   return hash.hash();
 }
 
-uint64_t NodeProgram::Digest() const {
-  HashChain chain(0);
-  chain.Add(node);
-  chain.Add(static_cast<uint64_t>(rounds));
-  chain.Add(local.Digest());
-  for (const auto* streams : {&outgoing, &incoming}) {
-    for (const Stream& stream : *streams) {
-      chain.Add(stream.peer);
-      chain.Add(stream.Digest());
-    }
-  }
-  return chain.hash();
-}
-
 // The share of one stream that a round carries.
 struct NodeProgram::Placed {
   uint32_t stream = 0;  // index into outgoing, or incoming

@@ -175,8 +175,8 @@ class NodeProgram {
   // Of each source: its layout with the tensors that the plan derives from it (WithDerived). Pieces
   // of sources, here and in the streams, are indices into these.
   std::vector<std::shared_ptr<const Layout>> source_layouts;
-  // Moves from local sources to local destinations, by indices into the lists above; their order
-  // and digest are those of plan.h.
+  // Moves from local sources to local destinations, by indices into the lists above, in the order
+  // of plan.h.
   MovePlan local;
   // First come the streams without a chain, by ascending peers; then those along chains, by the
   // source's node and the chain. Every stream has sections. A stream along a chain whose source is
@@ -187,10 +187,6 @@ class NodeProgram {
   std::vector<int64_t> destination_bytes;  // total bytes that each local destination receives
   int64_t rounds = 0;                      // the same on every node of the plan
   uint32_t lag = 0;  // rounds after which a node forwards; 0: the plan has no chains
-
-  // HashChain from 0 over: node, rounds, local.Digest(), then peer and digest of each outgoing
-  // stream, then of each incoming one.
-  uint64_t Digest() const;
 
   using Gone = GoneNodes;
   using Course = RunCourse;

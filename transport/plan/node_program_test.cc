@@ -635,11 +635,11 @@ TEST_CASE("The digest of a node's program depends on its moves and streams") {
   REQUIRE(plan.ok());
   const auto program = CompileNode(*plan, 0, {{0, all}}, {{0, all}}, {});
   REQUIRE(program.ok());
-  std::set<uint64_t> digests = {program->Digest()};
+  std::set<uint64_t> digests = {DigestOf(*program)};
   const auto changed = [&](const auto& change) {
     NodeProgram copy = *program;
     change(&copy);
-    digests.insert(copy.Digest());
+    digests.insert(DigestOf(copy));
   };
   changed([](NodeProgram* p) { ++p->node; });
   changed([](NodeProgram* p) { ++p->rounds; });

@@ -5,7 +5,6 @@
 #include <set>
 #include <tuple>
 
-#include "absl/types/span.h"
 #include "transport/base/errors.h"
 #include "transport/base/status.h"
 #include "transport/plan/strided_bytes.h"

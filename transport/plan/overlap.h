@@ -15,10 +15,8 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "transport/base/ids.h"
 #include "transport/plan/layout.h"

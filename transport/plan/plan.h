@@ -1,5 +1,6 @@
-// The planner: layouts in, plan of moves out. Pure: no I/O, no gRPC, no CUDA. Deterministic:
-// every process computes the same plan.
+// The planner of pushes: a bucket and layouts in, plan of moves out. Pure: no I/O, no gRPC, no
+// CUDA. Deterministic: every process computes the same plan. route.h has the planner of compiled
+// refits.
 //
 // A plan says, for every destination element, which source element it comes from, exactly once
 // (P1). Executors turn a move into addresses with the pieces' regions, byte offsets and strides.
@@ -23,7 +24,7 @@ namespace refitd {
 
 // A move of one box of a tensor from one piece to another.
 struct CopyMove {
-  uint32_t source = 0;             // index into the sources given to the planner
+  uint32_t source = 0;             // index into the sources given to the planner; of a push 0
   uint32_t source_piece = 0;       // index into that source's pieces
   uint32_t destination = 0;        // index into the destinations given to the planner
   uint32_t destination_piece = 0;  // index into that destination's pieces
@@ -39,9 +40,6 @@ struct MovePlan {
   // for all its destinations.
   std::vector<CopyMove> moves;
   int64_t bytes = 0;  // sum over moves
-  // HashChain from 0 over: the number of moves, then all fields of each move, in the order of their
-  // declaration (rank before the box's offsets and extents).
-  uint64_t Digest() const;
 };
 
 // An index of destinations by tensor name, made once and used for every bucket of an update.
@@ -79,43 +77,30 @@ class DestinationIndex {
   absl::flat_hash_map<absl::string_view, uint32_t> places_;
 };
 
-// A box with fewer bytes is read from one holder as a whole, because cutting costs a move.
-inline constexpr int64_t kSplitBytes = int64_t{1} << 20;
-
 // The most moves of a plan, about 0.5 GiB.
 inline constexpr int64_t kMaxMoves = int64_t{1} << 22;
 
 struct PlanOptions {
   // Destinations to leave out (evicted instances), by index; empty: none.
   std::vector<bool> skip_destination;
-  // True: every element of every destination must be covered, else FAILED_PRECONDITION names the
-  // tensor and the first missing element. False (for one bucket of a push): only elements that the
-  // sources hold are moved.
-  bool require_cover = true;
-  // Names that need no cover (engine-only tensors).
-  std::vector<std::string> uncovered_allowed;
   int64_t max_moves = kMaxMoves;
 };
 
-// The part of a source that the planner reads: its tensors, and pieces whose `tensor` is an index
-// into them. Both must outlive the call.
+// What a trainer pushes at once: tensors, and pieces whose `tensor` is an index into them. Both
+// must outlive the call.
 struct PlanSource {
   absl::Span<const TensorSpec> tensors;
   absl::Span<const Piece> pieces;
 };
 
-// Computes the plan. Each element is read from exactly one source, whatever the number of its
-// destinations. Boxes that several sources hold (equal or partly overlapping) are divided among
-// these sources deterministically, so that the bytes read from each are balanced; boxes of
-// kSplitBytes and more are cut for that. Null sources hold nothing. Layouts must be valid
-// (ValidateLayout; those of destinations with `destination`). Errors: FAILED_PRECONDITION naming
-// the tensor: dtype or shape disagree between sources, or a source and a destination; not covered.
-// RESOURCE_EXHAUSTED: more than max_moves moves, or boxes so irregular that planning would take
-// minutes. A source's tensor that no destination has is not an error here.
-absl::StatusOr<MovePlan> Compile(absl::Span<const PlanSource> sources,
-                                 const DestinationIndex& destinations, const PlanOptions& options);
-absl::StatusOr<MovePlan> Compile(const std::vector<std::shared_ptr<const Layout>>& sources,
-                                 const DestinationIndex& destinations, const PlanOptions& options);
+// Computes the plan of a push: all elements of the source that destinations want. No two pieces may
+// share an element (UpdateCoverage takes each element once), and layouts must be valid
+// (ValidateLayout, with `destination`). Errors, naming the tensor: FAILED_PRECONDITION: the source
+// and a destination disagree about dtype or shape. RESOURCE_EXHAUSTED: more than max_moves moves,
+// or boxes so irregular that planning would take minutes. A tensor that no destination has is not
+// an error here.
+absl::StatusOr<MovePlan> Compile(const PlanSource& source, const DestinationIndex& destinations,
+                                 const PlanOptions& options);
 
 }  // namespace refitd
 

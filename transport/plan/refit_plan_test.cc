@@ -153,7 +153,7 @@ TEST_CASE("A node's part of a plan makes the same node program as the whole") {
       INFO(of_part.status());
       REQUIRE(whole.ok());
       REQUIRE(of_part.ok());
-      REQUIRE(of_part->Digest() == whole->Digest());
+      REQUIRE(DigestOf(*of_part) == DigestOf(*whole));
       routes += part.routes.size();
     }
     REQUIRE(routes >= plan->routes.routes.size());

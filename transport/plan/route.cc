@@ -10,7 +10,6 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "absl/strings/string_view.h"
 #include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
@@ -1465,45 +1464,6 @@ std::vector<uint32_t> RoutePlan::RemoteNodesOf(const Route& route) const {
     if (node != source_nodes[route.source]) remote.push_back(node);
   }
   return remote;
-}
-
-uint64_t RoutePlan::Digest() const {
-  HashChain chain(0);
-  chain.Add(nodes);
-  chain.Add(source_nodes.size());
-  for (size_t i = 0; i < source_nodes.size(); ++i) {
-    chain.Add(source_nodes[i]);
-    chain.Add(source_digests[i]);
-  }
-  chain.Add(destination_nodes.size());
-  for (size_t i = 0; i < destination_nodes.size(); ++i) {
-    chain.Add(destination_nodes[i]);
-    chain.Add(destination_digests[i]);
-    chain.Add(destination_skipped[i] ? 1 : 0);
-  }
-  chain.Add(routes.size());
-  uint32_t tensor = kNone;
-  uint64_t tensor_hash = 0;
-  for (const Route& route : routes) {
-    if (route.tensor != tensor) {
-      tensor = route.tensor;
-      tensor_hash = TensorHash(tensors[tensor]);
-    }
-    chain.Add(tensor_hash);
-    chain.Add(route.source);
-    const Box box = BoxOf(route);
-    chain.Add(box.offset);
-    chain.Add(box.extent);
-    chain.Add(NodesOf(route).size());
-    for (const uint32_t node : NodesOf(route)) chain.Add(node);
-  }
-  if (relay.lag > 0) {
-    for (const uint32_t n : {relay.lag, relay.longest, relay.usual, relay.node_streams}) {
-      chain.Add(n);
-    }
-    chain.Add(static_cast<uint64_t>(relay.node_bytes));
-  }
-  return chain.hash();
 }
 
 absl::Status ValidatePlan(const RoutePlan& plan) { return PlanChecker(plan).Run(); }

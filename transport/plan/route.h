@@ -26,7 +26,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -41,6 +40,8 @@ namespace refitd {
 inline constexpr uint32_t kMaxRouteNodes = 1024;
 // The most routes of a plan: about 0.3 GiB. DeepSeek-V3 over 512 ranks has 0.2 million.
 inline constexpr int64_t kMaxRoutes = int64_t{1} << 22;
+// A box with fewer bytes is read from one holder as a whole, because cutting costs a move.
+inline constexpr int64_t kSplitBytes = int64_t{1} << 20;
 
 // One rank. Ranks with equal layouts should share one Layout object, because work and memory grow
 // with the number of distinct objects.
@@ -145,12 +146,6 @@ class RoutePlan {
   bool IsChain(absl::Span<const uint32_t> remote) const {
     return relay.lag > 0 && remote.size() > 1;
   }
-
-  // HashChain from 0 over: number of nodes; number of sources, then node and layout digest of each;
-  // number of destinations, then of each its node, its layout digest and whether it is left out;
-  // number of routes, then of each: tensor hash, source, offsets, extents, number of nodes, nodes;
-  // then, with chains, the numbers of `relay`. Two daemons with equal digests derive equal streams.
-  uint64_t Digest() const;
 };
 
 // Checks a plan that came from another process (P10): every index is inside its list, boxes are

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
 #include <set>
-#include <tuple>
 
 #include "tests/workloads/route_explanation.h"
 #include "transport/base/status.h"
@@ -122,7 +121,7 @@ TEST_CASE("A plan without shared destinations is the same with chains allowed") 
     if (!alone && allowed.relay.lag > 0) continue;
     ++same;
     REQUIRE(allowed.relay == RelayShape());
-    REQUIRE(allowed.Digest() == plain.Digest());
+    REQUIRE(DigestOf(allowed) == DigestOf(plain));
     REQUIRE(allowed.longest_stream == plain.longest_stream);
     REQUIRE(ChainsOf(allowed).empty());
   }
@@ -268,36 +267,37 @@ TEST_CASE("The digest does not depend on the order of tensors and pieces or on s
     const RouteWorld world = RandomRouteWorld(&rng, chains ? 7 : 4);
     const RouteOptions options = chains ? RandomChains(&rng) : RandomOptions(&rng);
     const uint64_t digest =
-        MustCompile(world.source_members, world.destination_members, options).Digest();
-    REQUIRE(MustCompile(world.source_members, world.destination_members, options).Digest() ==
+        DigestOf(MustCompile(world.source_members, world.destination_members, options));
+    REQUIRE(DigestOf(MustCompile(world.source_members, world.destination_members, options)) ==
             digest);
     std::vector<RouteMember> sources = world.source_members;
     std::vector<RouteMember> destinations = world.destination_members;
     for (auto* members : {&sources, &destinations}) {
       for (RouteMember& member : *members) member.layout = Shuffled(&rng, *member.layout);
     }
-    REQUIRE(MustCompile(sources, destinations, options).Digest() == digest);
+    REQUIRE(DigestOf(MustCompile(sources, destinations, options)) == digest);
   }
 }
 
 TEST_CASE("The digest depends on routes nodes layouts and who is left out") {
   const LayoutPtr whole = Bytes({8}, {{{0}, {8}}});
   const LayoutPtr half = Bytes({8}, {{{0}, {4}}});
-  std::set<uint64_t> digests = {MustCompile({Trainer(whole, 0)}, {Engine(whole, 1)}).Digest()};
-  digests.insert(MustCompile({Trainer(whole, 1)}, {Engine(whole, 0)}).Digest());
-  digests.insert(MustCompile({Trainer(whole, 0)}, {Engine(half, 1)}).Digest());
-  digests.insert(MustCompile({Trainer(whole, 0)}, {Engine(whole, 1), Engine(half, 1, 1)}).Digest());
+  std::set<uint64_t> digests = {DigestOf(MustCompile({Trainer(whole, 0)}, {Engine(whole, 1)}))};
+  digests.insert(DigestOf(MustCompile({Trainer(whole, 1)}, {Engine(whole, 0)})));
+  digests.insert(DigestOf(MustCompile({Trainer(whole, 0)}, {Engine(half, 1)})));
+  digests.insert(
+      DigestOf(MustCompile({Trainer(whole, 0)}, {Engine(whole, 1), Engine(half, 1, 1)})));
   RouteOptions skip;
   skip.skip_instance = {true};
-  digests.insert(MustCompile({Trainer(whole, 0)}, {Engine(whole, 1)}, skip).Digest());
+  digests.insert(DigestOf(MustCompile({Trainer(whole, 0)}, {Engine(whole, 1)}, skip)));
   RoutePlan plan = MustCompile({Trainer(whole, 0), Trainer(whole, 0, 1)}, {Engine(whole, 1)});
-  digests.insert(plan.Digest());
+  digests.insert(DigestOf(plan));
   plan.routes[0].source ^= 1U;
-  digests.insert(plan.Digest());
+  digests.insert(DigestOf(plan));
   plan.box_numbers[1] -= 1;
-  digests.insert(plan.Digest());
+  digests.insert(DigestOf(plan));
   plan.node_sets[0] = {0};
-  digests.insert(plan.Digest());
+  digests.insert(DigestOf(plan));
   CHECK(digests.size() == 9);
 }
 

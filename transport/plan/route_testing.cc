@@ -282,4 +282,60 @@ std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const Rout
   return {};
 }
 
+uint64_t DigestOf(const RoutePlan& plan) {
+  HashChain chain(0);
+  chain.Add(plan.nodes);
+  chain.Add(plan.source_nodes.size());
+  for (size_t i = 0; i < plan.source_nodes.size(); ++i) {
+    chain.Add(plan.source_nodes[i]);
+    chain.Add(plan.source_digests[i]);
+  }
+  chain.Add(plan.destination_nodes.size());
+  for (size_t i = 0; i < plan.destination_nodes.size(); ++i) {
+    chain.Add(plan.destination_nodes[i]);
+    chain.Add(plan.destination_digests[i]);
+    chain.Add(plan.destination_skipped[i] ? 1 : 0);
+  }
+  chain.Add(plan.routes.size());
+  for (const Route& route : plan.routes) {
+    chain.Add(TensorHash(plan.tensors[route.tensor]));
+    chain.Add(route.source);
+    const Box box = plan.BoxOf(route);
+    chain.Add(box.offset);
+    chain.Add(box.extent);
+    chain.Add(plan.NodesOf(route).size());
+    for (const uint32_t node : plan.NodesOf(route)) chain.Add(node);
+  }
+  const RelayShape& relay = plan.relay;
+  for (const uint32_t n : {relay.lag, relay.longest, relay.usual, relay.node_streams}) {
+    chain.Add(n);
+  }
+  chain.Add(static_cast<uint64_t>(relay.node_bytes));
+  return chain.hash();
+}
+
+uint64_t DigestOf(const NodeProgram& program) {
+  HashChain chain(0);
+  chain.Add(program.node);
+  chain.Add(static_cast<uint64_t>(program.rounds));
+  chain.Add(program.local.moves.size());
+  for (const CopyMove& move : program.local.moves) {
+    chain.Add(move.source);
+    chain.Add(move.source_piece);
+    chain.Add(move.destination);
+    chain.Add(move.destination_piece);
+    chain.Add(move.box.offset);
+    chain.Add(move.box.extent);
+    chain.Add(static_cast<uint64_t>(move.source_byte_offset));
+    chain.Add(static_cast<uint64_t>(move.destination_byte_offset));
+  }
+  for (const auto* streams : {&program.outgoing, &program.incoming}) {
+    for (const Stream& stream : *streams) {
+      chain.Add(stream.peer);
+      chain.Add(stream.Digest());
+    }
+  }
+  return chain.hash();
+}
+
 }  // namespace refitd

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/plan/node_program.h"
 #include "transport/plan/plan_testing.h"
 #include "transport/plan/route.h"
 
@@ -32,6 +33,11 @@ LayoutPtr Shuffled(Rng* rng, const Layout& layout, std::vector<uint32_t>* order 
 // Returns the first fault of a plan, or an empty string. Looks at coverage, suppliers, statistics
 // and the bound.
 std::string PlanFault(const RouteWorld& world, const RoutePlan& plan, const RouteOptions& options);
+
+// Digests of all that a plan, or a node's program, makes daemons do: two daemons whose plans have
+// equal digests derive equal streams.
+uint64_t DigestOf(const RoutePlan& plan);
+uint64_t DigestOf(const NodeProgram& program);
 
 }  // namespace refitd
 

@@ -1,7 +1,6 @@
 #include "transport/plan/shared_tensors.h"
 
 #include <catch2/catch.hpp>
-#include <memory>
 #include <string>
 #include <thread>
 #include <vector>

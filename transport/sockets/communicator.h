@@ -7,7 +7,6 @@
 #ifndef REFITD_TRANSPORT_SOCKETS_COMMUNICATOR_H_
 #define REFITD_TRANSPORT_SOCKETS_COMMUNICATOR_H_
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>

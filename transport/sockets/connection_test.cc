@@ -6,10 +6,8 @@
 #include <sys/socket.h>
 
 #include <catch2/catch.hpp>
-#include <memory>
 #include <random>
 #include <string>
-#include <vector>
 
 #include "transport/base/status.h"
 #include "transport/tls/test_certificates.h"

@@ -5,7 +5,6 @@
 #include <sys/socket.h>
 
 #include <atomic>
-#include <mutex>
 #include <thread>
 
 #include "transport/sockets/socket_wire.h"

@@ -1,7 +1,6 @@
 #include "transport/tls/certificates.h"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <openssl/bio.h>
 #include <openssl/err.h>
 #include <openssl/evp.h>

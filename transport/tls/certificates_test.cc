@@ -6,7 +6,7 @@
 #include <fstream>
 
 #include "transport/base/status.h"
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 #include "transport/tls/test_certificates.h"
 
 namespace refitd {

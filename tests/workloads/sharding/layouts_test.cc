@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <catch2/catch.hpp>
-#include <memory>
 #include <string>
 #include <vector>
 

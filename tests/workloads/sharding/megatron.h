@@ -32,7 +32,6 @@
 #define REFITD_TESTS_WORKLOADS_SHARDING_MEGATRON_H_
 
 #include <cstdint>
-#include <string>
 
 #include "absl/status/statusor.h"
 #include "tests/workloads/sharding/arena.h"

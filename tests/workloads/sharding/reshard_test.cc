@@ -9,7 +9,9 @@
 #include "tests/workloads/sharding/mappings.h"
 #include "tests/workloads/sharding/oracle.h"
 #include "transport/base/status.h"
+#include "transport/plan/node_program.h"
 #include "transport/plan/plan.h"
+#include "transport/plan/route.h"
 
 namespace refitd::sharding {
 namespace {
@@ -52,16 +54,28 @@ std::vector<LayoutPtr> EngineLayouts(const Mapping& mapping, const ModelConfig& 
   return layouts;
 }
 
+// The moves of a refit inside one daemon.
 MovePlan MustCompile(const std::vector<LayoutPtr>& sources,
                      const std::vector<LayoutPtr>& destinations) {
-  std::vector<std::string> labels(destinations.size(), "engine");
-  auto index = DestinationIndex::Make(destinations, std::move(labels));
-  INFO(index.status());
-  REQUIRE(index.ok());
-  auto program = Compile(sources, **index, {});
+  std::vector<RouteMember> trainers;
+  std::vector<RouteMember> engines;
+  std::vector<LocalMember> from;
+  std::vector<LocalMember> to;
+  for (const LayoutPtr& source : sources) {
+    from.push_back({static_cast<uint32_t>(from.size()), source});
+    trainers.push_back({source, 0, 0, "trainer"});
+  }
+  for (const LayoutPtr& destination : destinations) {
+    to.push_back({static_cast<uint32_t>(to.size()), destination});
+    engines.push_back({destination, 0, 0, "engine"});
+  }
+  const auto routes = CompileRoutes(trainers, engines, {});
+  INFO(routes.status());
+  REQUIRE(routes.ok());
+  auto program = CompileNode(*routes, 0, std::move(from), std::move(to), {});
   INFO(program.status());
   REQUIRE(program.ok());
-  return *std::move(program);
+  return std::move(program->local);
 }
 
 // Executes the moves element by element. Returns false if an element comes from or goes to a place

@@ -27,12 +27,12 @@
 #include <utility>
 #include <vector>
 
-#include "transport/cuda/copy_interpreter.h"
+#include "transport/cuda/copy_interpreter_testing.h"
 #include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_task.h"
 #include "transport/cuda/derive_task.h"
 #include "transport/cuda/fakes/fake_nccl_counts.h"
-#include "transport/digest/digest.h"
+#include "transport/digest/digest_testing.h"
 
 namespace {
 

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <future>
 #include <memory>
 #include <random>
@@ -14,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/cuda/fakes/fake_cuda.h"
 #include "transport/cuda/fakes/fake_nccl.h"
 #include "transport/cuda/nccl/broadcast.h"

@@ -106,7 +106,6 @@ class Communicator::State : public std::enable_shared_from_this<State> {
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  uint64_t number() const { return number_; }
   const std::vector<int>& devices() const { return devices_; }
   bool symmetric() const { return api_->ncclCommWindowRegister != nullptr; }
   int api_version() const { return api_->version; }
@@ -521,10 +520,8 @@ class Communicator::State : public std::enable_shared_from_this<State> {
 
 Communicator::~Communicator() { Abort(absl::CancelledError("it was not closed")); }
 
-uint64_t Communicator::number() const { return state_->number(); }
 const std::vector<int>& Communicator::devices() const { return state_->devices(); }
 absl::Status Communicator::status() const { return state_->status(); }
-CommunicatorStatus Communicator::Describe() const { return state_->Describe(); }
 void Communicator::Abort(const absl::Status& why) { state_->Poison(why); }
 absl::Status Communicator::Close(Clock::time_point deadline) { return state_->Close(deadline); }
 void Communicator::CloseLater(Clock::time_point deadline) { state_->CloseLater(deadline); }

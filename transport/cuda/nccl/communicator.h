@@ -32,7 +32,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -76,12 +75,9 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // A number that grows with every Create of the same Communicators.
-  uint64_t number() const;
   const std::vector<int>& devices() const;
   // OK if usable; else why not, naming the call that failed.
   absl::Status status() const;
-  CommunicatorStatus Describe() const;
 
   // Makes a window over whole regions, one for each rank, all of the same size. They must come from
   // CudaMemory::MakePool or ImportDescriptor and be in no other window of this communicator; else

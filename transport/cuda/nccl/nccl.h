@@ -21,14 +21,12 @@
 #ifndef REFITD_TRANSPORT_CUDA_NCCL_NCCL_H_
 #define REFITD_TRANSPORT_CUDA_NCCL_NCCL_H_
 
-#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "absl/status/status.h"
 #include "transport/device_wire.h"
 
 namespace refitd {

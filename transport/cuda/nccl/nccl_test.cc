@@ -8,10 +8,9 @@
 #include <fstream>
 #include <map>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "transport/base/temp_folder.h"
+#include "transport/base/temp_folder_testing.h"
 
 #if defined(REFITD_CUDA)
 #include "transport/cuda/nccl/api.h"

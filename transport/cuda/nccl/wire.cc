@@ -3,7 +3,6 @@
 #include "transport/base/status.h"
 
 #if defined(REFITD_CUDA)
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <future>

@@ -23,10 +23,8 @@
 #define REFITD_TRANSPORT_CUDA_NCCL_WIRE_H_
 
 #include <chrono>
-#include <cstdint>
 #include <functional>
 #include <memory>
-#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"

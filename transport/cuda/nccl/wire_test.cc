@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/base/eventually.h"
+#include "transport/base/eventually_testing.h"
 #include "transport/cuda/fakes/fake_cuda.h"
 #include "transport/cuda/fakes/fake_nccl.h"
 #include "transport/cuda/nccl/nccl.h"

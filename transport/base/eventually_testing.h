@@ -1,6 +1,6 @@
 // Waiting in tests, with a deadline so long that only a failing test reaches it.
-#ifndef REFITD_TRANSPORT_BASE_EVENTUALLY_H_
-#define REFITD_TRANSPORT_BASE_EVENTUALLY_H_
+#ifndef REFITD_TRANSPORT_BASE_EVENTUALLY_TESTING_H_
+#define REFITD_TRANSPORT_BASE_EVENTUALLY_TESTING_H_
 
 #include <chrono>
 #include <functional>
@@ -23,4 +23,4 @@ inline bool Eventually(const std::function<bool()>& condition) {
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_BASE_EVENTUALLY_H_
+#endif  // REFITD_TRANSPORT_BASE_EVENTUALLY_TESTING_H_

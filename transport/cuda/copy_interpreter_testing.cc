@@ -1,4 +1,4 @@
-#include "transport/cuda/copy_interpreter.h"
+#include "transport/cuda/copy_interpreter_testing.h"
 
 #include <algorithm>
 #include <array>

@@ -1,6 +1,6 @@
 // A scrape of metrics, or another request, over TLS, for tests.
-#ifndef REFITD_DAEMON_TLS_SCRAPE_H_
-#define REFITD_DAEMON_TLS_SCRAPE_H_
+#ifndef REFITD_DAEMON_TLS_SCRAPE_TESTING_H_
+#define REFITD_DAEMON_TLS_SCRAPE_TESTING_H_
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -63,4 +63,4 @@ inline std::string ScrapeOverTls(const std::string& address,
 
 }  // namespace refitd
 
-#endif  // REFITD_DAEMON_TLS_SCRAPE_H_
+#endif  // REFITD_DAEMON_TLS_SCRAPE_TESTING_H_

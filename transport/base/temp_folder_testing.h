@@ -1,6 +1,6 @@
 // A folder for tests.
-#ifndef REFITD_TRANSPORT_BASE_TEMP_FOLDER_H_
-#define REFITD_TRANSPORT_BASE_TEMP_FOLDER_H_
+#ifndef REFITD_TRANSPORT_BASE_TEMP_FOLDER_TESTING_H_
+#define REFITD_TRANSPORT_BASE_TEMP_FOLDER_TESTING_H_
 
 #include <stdlib.h>
 
@@ -31,4 +31,4 @@ class TempFolder {
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_BASE_TEMP_FOLDER_H_
+#endif  // REFITD_TRANSPORT_BASE_TEMP_FOLDER_TESTING_H_

@@ -1,7 +1,7 @@
 // Runs the copy kernels' code (copy_code.h, derive_code.h) on the host, one thread after the other.
 // For tests; addresses in the tasks are addresses of this process.
-#ifndef REFITD_TRANSPORT_CUDA_COPY_INTERPRETER_H_
-#define REFITD_TRANSPORT_CUDA_COPY_INTERPRETER_H_
+#ifndef REFITD_TRANSPORT_CUDA_COPY_INTERPRETER_TESTING_H_
+#define REFITD_TRANSPORT_CUDA_COPY_INTERPRETER_TESTING_H_
 
 #include <cstdint>
 
@@ -18,4 +18,4 @@ void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t thread
 
 }  // namespace refitd
 
-#endif  // REFITD_TRANSPORT_CUDA_COPY_INTERPRETER_H_
+#endif  // REFITD_TRANSPORT_CUDA_COPY_INTERPRETER_TESTING_H_
