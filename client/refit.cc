@@ -325,12 +325,14 @@ absl::Status SetDerived(const refit_derivation* derivations, int64_t count,
   const auto tensors = static_cast<int64_t>(layout->tensors.size());
   for (int64_t i = 0; i < count; ++i) {
     const refit_derivation& given = derivations[i];
-    if (given.tensor < 0 || given.tensor >= tensors) {
-      return InvalidField("derivations", "derivations[{}].tensor is {} of {} tensors", i,
+    if (given.tensor < 0 || given.tensor >= tensors ||
+        (i > 0 && given.tensor <= derivations[i - 1].tensor)) {
+      return InvalidField("derivations",
+                          "derivations[{}].tensor is {} of {} tensors: they must ascend", i,
                           given.tensor, tensors);
     }
-    if (given.from == nullptr) return Null("derivations.from");
-    REFITD_ASSIGN_OR_RETURN(std::vector<refitd::TensorSpec> from, SpecsOf(given.from, 1));
+    if (given.source == nullptr) return Null("derivations.source");
+    REFITD_ASSIGN_OR_RETURN(std::vector<refitd::TensorSpec> from, SpecsOf(given.source, 1));
     // The layout's check refuses numbers that are not known.
     const auto number = [](int32_t n) { return static_cast<uint8_t>(n < 0 || n > 255 ? 255 : n); };
     layout->tensors.Edit()[static_cast<size_t>(given.tensor)].derived =

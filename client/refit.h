@@ -340,10 +340,10 @@ enum { REFIT_DERIVED_VALUES = 1, REFIT_DERIVED_SCALES = 2 };
 
 /* Says that refits compute a tensor of an engine from a tensor of the trainers. */
 typedef struct refit_derivation {
-  int64_t tensor;           /* index into the tensors of the same call */
-  const refit_tensor* from; /* the trainers' tensor as a whole */
-  int32_t kind;             /* REFIT_DERIVED_CAST, ... */
-  int32_t role;             /* REFIT_DERIVED_VALUES or REFIT_DERIVED_SCALES */
+  int64_t tensor;             /* index into the tensors of the same call */
+  const refit_tensor* source; /* the trainers' tensor as a whole */
+  int32_t kind;               /* REFIT_DERIVED_CAST, ... */
+  int32_t role;               /* REFIT_DERIVED_VALUES or REFIT_DERIVED_SCALES */
 } refit_derivation;
 
 /* ---- trainer ---- */
@@ -713,7 +713,7 @@ refit_status refit_engine_take_kept(refit_engine* engine, int32_t index, refit_a
  * either or both, the memory is written once, and values that differ are refused. Trainers may also
  * send a tensor that is in `tensors` without any piece; nothing is written for it. The pieces'
  * regions must stay until parameters are registered anew or the engine is freed. `derivations`
- * ascend by tensor; of what is quantised, the values and the scales must be there. */
+ * ascend by tensor; an engine that registers values registers their scales too. */
 refit_status refit_engine_register(refit_engine* engine, const refit_tensor* tensors,
                                    int64_t tensor_count, const refit_piece* pieces,
                                    int64_t piece_count, const refit_derivation* derivations,

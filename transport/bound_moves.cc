@@ -29,6 +29,13 @@ absl::Status CheckSide(const BoundPiece& piece, const Box& box, int64_t byte_off
                  "program: move of \"{}\" at byte {} leaves its {} piece of {} bytes", piece.name,
                  byte_offset, side, end);
   }
+  // The box alone decides what a computed piece reads, so the program must say the same (P1).
+  if (piece.held != nullptr &&
+      byte_offset != ByteDistance(box, piece.box, piece.strides, element_bytes)) {
+    return Error(absl::StatusCode::kInternal,
+                 "program: move of \"{}\" at byte {} is not where its {} piece has the box",
+                 piece.name, byte_offset, side);
+  }
   return absl::OkStatus();
 }
 

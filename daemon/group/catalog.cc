@@ -233,12 +233,27 @@ void Catalog::AddLacking(const absl::flat_hash_set<std::string_view>& held,
                          std::set<std::string>* lacking) const {
   for (const auto& [key, uses] : table_->tensors()) {
     const std::string_view name(key.data(), key.size());
-    if (held.contains(NameAtSource(table_->spec(uses.front())))) continue;
-    const bool known = std::any_of(uses.begin(), uses.end(), [this](const TensorTable::Use& use) {
-      return use.list < used_.size() && used_[use.list] && table_->layout(use.list) != nullptr;
-    });
-    if (known) lacking->emplace(name);
+    if (held.contains(name)) continue;
+    const TensorSpec* const spec = InLayouts(uses);
+    if (spec != nullptr && !held.contains(NameAtSource(*spec))) lacking->emplace(name);
   }
+}
+
+const TensorSpec* Catalog::InLayouts(const TensorTable::Uses& uses) const {
+  const auto use = std::find_if(uses.begin(), uses.end(), [this](const TensorTable::Use& u) {
+    return u.list < used_.size() && used_[u.list] && table_->layout(u.list) != nullptr;
+  });
+  return use == uses.end() ? nullptr : &table_->spec(*use);
+}
+
+void Catalog::AddDerived(std::set<std::string>* sources) const {
+  std::set<std::string> derived;
+  for (const auto& [key, uses] : table_->tensors()) {
+    const TensorSpec* const spec = InLayouts(uses);
+    if (spec == nullptr || spec->derived == nullptr) continue;
+    if (sources->contains(NameAtSource(*spec))) derived.insert(spec->name);
+  }
+  sources->merge(derived);
 }
 
 const std::vector<std::string>& Catalog::unwanted() const {

@@ -71,6 +71,8 @@ class Catalog {
   // Adds the tensors that in-place ranks know and that `held` does not have.
   void AddLacking(const absl::flat_hash_set<std::string_view>& held,
                   std::set<std::string>* lacking) const;
+  // Adds the tensors that in-place ranks derive from these.
+  void AddDerived(std::set<std::string>* sources) const;
   // How many tensors of the table were looked at to count those that are wanted; tests check the
   // cost by it.
   int64_t looked_at() const { return looked_at_; }
@@ -126,6 +128,8 @@ class Catalog {
   // The first of this catalog's ranks that declares the tensor, and its declaration.
   const Rank* FirstRank(const TensorTable::Uses& uses, const TensorSpec** spec) const;
   bool Knows(uint32_t kind, const TensorTable::Uses& uses) const;
+  // The declaration of the first in-place rank here that declares the tensor; null: none does.
+  const TensorSpec* InLayouts(const TensorTable::Uses& uses) const;
   bool UsesAllLists() const;
   int64_t CountWanted() const;
   // Whether a list that `lists` marks wants the tensor.

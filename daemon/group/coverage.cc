@@ -130,10 +130,10 @@ absl::Status UpdateCoverage::CheckWanted() const {
   if (program_.covers_catalog()) return absl::OkStatus();
   const UpdateParticipants& in = participants_;
   const bool nobody_evicted = in.left() == static_cast<int64_t>(in.evicted().size());
-  // CheckBucket lets no tensor be both pushed and moved by the program, and the program moves only
+  // CheckBucket lets no tensor be both pushed and moved by the program, and the program fills only
   // tensors that an instance wants. So equal numbers mean that every wanted tensor came.
-  const bool all_came =
-      nobody_evicted && wanted_ + program_.tensors() == in.catalog().wanted_count();
+  const int64_t stored = program_.exists() ? program_.content().stored : 0;
+  const bool all_came = nobody_evicted && wanted_ + stored == in.catalog().wanted_count();
   if (!all_came) {
     REFITD_RETURN_IF_ERROR(in.catalog().CheckAllPushed(
         [this](std::string_view tensor) { return Pushed(tensor) || program_.Moves(tensor); },

@@ -209,6 +209,9 @@ ProgramKey RefitCompiler::KeyOf(const Sources& sources,
   }
   const Catalog& catalog = participants.catalog();
   if (sources.some_push) AddLacking(sources, catalog, &pushed);
+  // P11: what is pushed is not what the trainers' registered memory has, so nothing is derived from
+  // that.
+  if (!pushed.empty()) catalog.AddDerived(&pushed);
   for (uint32_t d = 0; d < catalog.destinations().size(); ++d) {
     const Member& member = *members_.Find(catalog.destinations()[d]);
     key.destinations.push_back(

@@ -138,9 +138,50 @@ TEST_CASE("blocks that trainers' shards cut are refused by name, and nothing is 
     INFO(status);
     CHECK_FALSE(status.ok());
     CHECK_THAT(std::string(status.message()),
-               Contains("no source has, in one piece, the block of [1, 40] elements of rows"));
+               Contains("needs a whole block of [1, 40] elements of rows"));
   }
   for (const auto& engine : world.engines) CHECK(engine->DifferenceFromEmpty() == "");
+}
+
+// P11: the pushed bytes are not those that the registered memory has.
+TEST_CASE("nothing is derived from the registered memory of a tensor that is pushed") {
+  Daemon daemon;
+  const DerivedModel model;
+  Shards trainer(ShardsOn(daemon), model.trained, HoldWhole(model.trained));
+  trainer.layout().pushed_tensors = {0};
+  REQUIRE(trainer.Register().ok());
+  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
+  hello.set_wait_ms(30'000);
+  // The engine takes "w" as well, so that it can be pushed.
+  Model served = model.served;
+  served.push_back(model.trained[0]);
+  Holder engine(daemon.Connect(), hello, HoldWhole(served));
+  const std::vector<std::string> weights = model.Trained(1);
+  trainer.Fill(weights);
+  auto update = trainer.trainer().Begin({.version = Version(1)});
+  INFO(update.status());
+  REQUIRE(update.ok());
+  (*update)->PushAsync(client::Bucket::Inline({model.trained[0]}, {model.Trained(2)[0]}), nullptr);
+  const absl::Status status = (*update)->Refit().status();
+  INFO(status);
+  CHECK(absl::IsFailedPrecondition(status));
+  CHECK_THAT(std::string(status.message()), Contains("tensor 'w.") && Contains("never pushed"));
+}
+
+TEST_CASE("a trainer may hold a derived tensor computed") {
+  Daemon daemon;
+  const DerivedModel model;
+  Shards trainer(ShardsOn(daemon), model.served, HoldWhole(model.served));
+  REQUIRE(trainer.Register().ok());
+  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
+  hello.set_wait_ms(30'000);
+  Holder engine(daemon.Connect(), hello, HoldWhole(model.served));
+  const std::vector<std::string> bytes = model.Served(model.Trained(1));
+  trainer.Fill(bytes);
+  const auto result = trainer.trainer().Refit({.version = Version(1)});
+  INFO(result.status());
+  REQUIRE(result.ok());
+  CHECK(engine.Difference(model.served, bytes) == "");
 }
 
 TEST_CASE("a layout without scales is refused by name") {

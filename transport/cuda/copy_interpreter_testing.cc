@@ -41,12 +41,12 @@ copy_code::TaskSums Run(CopyKernel kernel, const CopyTask& task, uint32_t thread
 
 void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t threads) {
   for (uint32_t block = 0; block < task.blocks; ++block) {
-    uint32_t most = 0;
+    uint32_t amax = 0;
     for (uint32_t thread = 0; thread < threads; ++thread) {
-      most = std::max(most, derive_code::Most(task, block, thread, threads));
+      amax = std::max(amax, derive_code::Amax(task, block, thread, threads));
     }
     derive::BlockScale scale;
-    if (!derive_code::FindScale(task, most, &scale)) {
+    if (!derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale)) {
       *launch.fault = std::max(*launch.fault, derive_code::FaultOf(task, block));
       continue;
     }

@@ -152,8 +152,8 @@ __device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
   constexpr uint32_t kCount = kThreads<CopyKernel::kDerive>;
   __shared__ uint32_t table[copy_code::kTableWords];
   __shared__ Turn turn;
-  __shared__ uint32_t most;
-  __shared__ float shared_scale[2];  // BlockScale::stored, factor
+  __shared__ uint32_t amax;
+  __shared__ derive::BlockScale scale;
   __shared__ bool has_scale;
   const uint32_t thread = threadIdx.x;
   if (thread < copy_code::kTableWords) table[thread] = copy_code::TableWord(thread);
@@ -167,25 +167,19 @@ __device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
     const DeriveTask& task = *reinterpret_cast<const DeriveTask*>(turn.task);
     uint64_t digest = 0;
     for (uint32_t block = 0; block < task.blocks; ++block) {
-      if (thread == 0) most = 0;
+      if (thread == 0) amax = 0;
       __syncthreads();
       if (task.kind != static_cast<uint8_t>(DerivedKind::kCast)) {
-        const uint32_t own = __reduce_max_sync(~0U, derive_code::Most(task, block, thread, kCount));
-        if (thread % 32 == 0) atomicMax(&most, own);
+        const uint32_t own = __reduce_max_sync(~0U, derive_code::Amax(task, block, thread, kCount));
+        if (thread % 32 == 0) atomicMax(&amax, own);
         __syncthreads();
       }
       if (thread == 0) {
-        derive::BlockScale found;
-        has_scale = derive_code::FindScale(task, most, &found);
-        shared_scale[0] = found.stored;
-        shared_scale[1] = found.factor;
+        has_scale = derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale);
         if (!has_scale) atomicMax(launch.fault, derive_code::FaultOf(task, block));
       }
       __syncthreads();
       if (!has_scale) continue;
-      const derive::BlockScale scale = {
-          shared_scale[0], shared_scale[1],
-          derive::Divides(static_cast<DerivedKind>(task.kind))};
       digest += derive_code::Store(task, block, scale, table, thread, kCount);
     }
     if (task.sum == kNoSum && task.proof_sum == kNoSum) continue;

@@ -83,7 +83,7 @@ struct CopyLaunch {
   // The address of sum 0, even if this device lacks it (SumRange); the sums are zeroed before.
   unsigned long long* stored_sums = nullptr;
   unsigned long long* source_sums = nullptr;
-  unsigned long long* fault = nullptr;  // kDerive: zero at the launch (FaultOf in derive_task.h)
+  unsigned long long* fault = nullptr;  // kDerive: zero at the launch (FaultOf in derive_code.h)
 };
 
 }  // namespace refitd

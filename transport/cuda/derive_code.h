@@ -1,10 +1,10 @@
-// The code of the derive kernel: the work of one thread of a block for one block of a DeriveTask.
-// nvcc compiles it for GPUs, and the host's compiler for copy_interpreter_testing.h, as copy_code.h.
+// The code of the derive kernel: the work of one GPU thread for one quantisation block of a
+// DeriveTask. nvcc compiles it for GPUs, and the host's compiler for copy_interpreter_testing.h, as
+// copy_code.h.
 //
-// A block's elements are read twice: for the largest magnitude, and for the values, when they lie
-// in the first-level cache. A thread takes as many elements beside one another as fill a vector of
-// 16 bytes of what is stored, so that eight threads store a row of a block of E4M3: 128 bytes, a
-// line. (A thread that stores two vectors beside each other takes twice as long.)
+// A block's elements are read twice: for the largest magnitude, and for the values. A thread takes
+// as many elements beside one another as fill a vector of 16 bytes of what is stored, so that eight
+// threads store a row of a block of E4M3: 128 bytes, a line.
 #ifndef REFITD_TRANSPORT_CUDA_DERIVE_CODE_H_
 #define REFITD_TRANSPORT_CUDA_DERIVE_CODE_H_
 
@@ -12,6 +12,10 @@
 
 #include "transport/cuda/copy_code.h"
 #include "transport/cuda/derive_task.h"
+
+#if defined(__CUDACC__)
+#define REFITD_DERIVE_CODE __host__ __device__ __forceinline__
+#endif
 #include "transport/derive/arithmetic.h"
 
 namespace refitd::derive_code {
@@ -63,11 +67,11 @@ REFITD_COPY_CODE void LoadUnit(const DeriveTask& task, uint64_t at, uint32_t cou
 
 // The bits of the largest magnitude of this thread's elements of a block, as float32. Infinities
 // and NaN are larger than all numbers.
-REFITD_COPY_CODE uint32_t Most(const DeriveTask& task, uint32_t block, uint32_t thread,
+REFITD_COPY_CODE uint32_t Amax(const DeriveTask& task, uint32_t block, uint32_t thread,
                                uint32_t threads) {
   const uint32_t units = (task.columns + kUnit - 1) / kUnit;  // of a row
   const uint64_t from = task.source + block * static_cast<uint64_t>(task.source_block);
-  uint32_t most = 0;
+  uint32_t amax = 0;
   REFITD_COPY_NO_UNROLL
   for (uint32_t unit = thread; unit < task.rows * units; unit += threads) {
     const uint32_t row = unit / units;
@@ -82,20 +86,10 @@ REFITD_COPY_CODE uint32_t Most(const DeriveTask& task, uint32_t block, uint32_t 
     REFITD_COPY_UNROLL
     for (uint32_t i = 0; i < kUnit; ++i) {
       const uint32_t magnitude = derive::BitsOf(numbers[i]) & 0x7fffffff;
-      most = magnitude > most ? magnitude : most;
+      amax = magnitude > amax ? magnitude : amax;
     }
   }
-  return most;
-}
-
-// Whether a block whose largest magnitude has these bits has a result; `scale` gets its scale.
-REFITD_COPY_CODE bool FindScale(const DeriveTask& task, uint32_t most, derive::BlockScale* scale) {
-  constexpr uint32_t kInfinity = 0x7f800000;
-  const auto kind = static_cast<DerivedKind>(task.kind);
-  if (kind == DerivedKind::kCast) return true;
-  if (most >= kInfinity) return false;
-  *scale = derive::ScaleOf(kind, derive::FloatOf(most));
-  return (derive::BitsOf(scale->factor) & 0x7fffffff) < kInfinity;
+  return amax;
 }
 
 // The value of CopyLaunch::fault that a block without a result leaves; the greatest stays. 0: none.

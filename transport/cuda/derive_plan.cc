@@ -8,7 +8,7 @@
 namespace refitd {
 namespace {
 
-// The most elements of a task: as many as a copy task has bytes.
+// The most elements of a task, unless one block has more.
 constexpr int64_t kTaskElements = 256 << 10;
 
 // A range of indices.

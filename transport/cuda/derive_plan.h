@@ -26,8 +26,7 @@ struct DeriveMove {
 // Adds the tasks of the move. RESOURCE_EXHAUSTED: there would be more than `most` in all.
 absl::Status AddDeriveTasks(const DeriveMove& move, int64_t most, std::vector<DeriveTask>* tasks);
 
-// The first element, in what is held, of the block whose number is DeriveTask::place plus the
-// number of a block in its task.
+// The first element, in the trainers' tensor, of the block with that number (DeriveTask::place).
 Dims ElementAt(const Derivation& derivation, uint32_t place);
 
 }  // namespace refitd

@@ -204,6 +204,19 @@ TEST_CASE("the kernel's code derives and digests what the host does") {
   }
 }
 
+TEST_CASE("a program that reads a computed piece elsewhere is refused (P1)") {
+  Rng rng(4);
+  World world(rng, DerivedKind::kFp8Block, DType::kBFloat16, DerivedRole::kValues);
+  world.box.extent = {1, 1, 1};
+  Transfer transfer = world.MakeTransfer();
+  REQUIRE(ElementCount(world.whole) > 1);
+  int64_t& offset = transfer.plan.moves[0].source_byte_offset;
+  offset += offset == 0 ? 1 : -1;
+  OneDevice addresses;
+  CHECK(PlanCopies(transfer, Verification::kTransfer, &addresses).status().code() ==
+        absl::StatusCode::kInternal);
+}
+
 TEST_CASE("blocks beside one another share a task") {
   Rng rng(2);
   const Dims shape = {1024, 4096};

@@ -15,10 +15,10 @@ namespace refitd {
 inline constexpr int64_t kMaxDeriveRows = 1 << 15;
 inline constexpr int64_t kMaxDeriveBlocks = 64;
 
-// Derives from `blocks` blocks at equal distances, each `rows` by `columns` elements of what is
-// held, of each of which the same window of derived elements is stored: a window of the block's
-// values, or the block's scale (a window of one element). A cast has one block, whose window is all
-// of it. Addresses and steps are multiples of the sizes of the elements there.
+// Derives `blocks` quantisation blocks at equal distances. Each is `rows` x `columns` elements of
+// the trainers' tensor. Values: of each block the same window is stored. Scales: one element is
+// stored for each block. A cast has one block, and its window is the whole block. Addresses and
+// steps are multiples of the sizes of the elements there.
 //
 // As in a copy, the digest of what is stored is added to stored_sums[sum] and
 // source_sums[proof_sum] where these are not kNoSum. A block without a result raises
@@ -38,12 +38,13 @@ struct alignas(16) DeriveTask {
   uint32_t columns = 0;
   uint32_t first_column = 0;  // of the window in the block
   uint32_t window_columns = 0;
-  uint32_t place = 0;  // of the first block among the blocks of what is held, for messages
+  // Row-major number of the first block among the blocks of the trainers' tensor, for messages.
+  uint32_t place = 0;
   uint16_t rows = 0;
   uint16_t first_row = 0;
   uint16_t window_rows = 0;
   uint16_t blocks = 1;
-  uint8_t dtype = 0;  // of what is held: 2, 3 or 4, as refitd.v1.DType has them
+  uint8_t dtype = 0;  // of the trainers' tensor: 2, 3 or 4, as refitd.v1.DType has them
   uint8_t role = 0;   // DerivedRole; of a cast: the dtype that it makes
   // From here on the fields lie where CopyTask has them.
   uint8_t element_bytes = 1;  // of the derived tensor

@@ -1,9 +1,9 @@
 // The arithmetic of derived tensors, bit for bit: the same code for the host and for GPUs. The
 // results are those of the code that is named at each kind, as PyTorch runs it on a CPU (torch
-// 2.11): float32 throughout, each operation rounded to nearest, ties to even.
+// 2.13 and 2.15): float32 throughout, each operation rounded to nearest, ties to even.
 //
-// No product here is added to anything, so that no compiler can fuse the two. Denormal numbers must
-// not be flushed.
+// No product here is added to anything, so there is no multiply-add for a compiler to fuse.
+// Denormal numbers must not be flushed.
 #ifndef REFITD_TRANSPORT_DERIVE_ARITHMETIC_H_
 #define REFITD_TRANSPORT_DERIVE_ARITHMETIC_H_
 
@@ -12,10 +12,9 @@
 
 #include "transport/plan/derived_kind.h"
 
-#if defined(__CUDACC__)
-#define REFITD_DERIVE_CODE __host__ __device__ __forceinline__
-#else
-// Not `inline`: files that are compiled for different instruction sets must not share the code.
+// What every function here is declared with. Who compiles this for a device defines it before.
+#if !defined(REFITD_DERIVE_CODE)
+// `static`, so that files that are compiled for different instruction sets don't share the code.
 #define REFITD_DERIVE_CODE [[gnu::always_inline]] static inline
 #endif
 
@@ -80,38 +79,34 @@ REFITD_DERIVE_CODE uint8_t ToE4M3(float x) {
 
 // What a block is quantised by: its values are ToE4M3 of `x * factor`, or of `x / factor`.
 struct BlockScale {
-  float stored = 1;  // the block's element of the tensor of scales
-  float factor = 1;
-  bool divides = false;
+  float stored;  // the block's element of the tensor of scales
+  float factor;
+  bool divides;
 };
 
-REFITD_DERIVE_CODE bool Divides(DerivedKind kind) { return kind == DerivedKind::kFp8Channel; }
-
-// The scale of a block whose largest magnitude is `most`, which must be finite. A factor that is
-// not finite stands for a block that the kind does not define.
-REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float most) {
-  BlockScale scale;
-  scale.divides = Divides(kind);
+// The scale of a block whose largest magnitude is `amax`, which must be finite.
+REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float amax) {
+  BlockScale scale = {1.0F, 1.0F, kind == DerivedKind::kFp8Channel};
   switch (kind) {
     case DerivedKind::kFp8Block: {
       // vLLM 0.32, vllm/utils/deep_gemm.py, per_block_cast_to_fp8 without use_ue8m0; the same as
       // DeepGEMM's.
-      scale.stored = (most < 1e-4F ? 1e-4F : most) / kE4M3Max;
+      scale.stored = (amax < 1e-4F ? 1e-4F : amax) / kE4M3Max;
       scale.factor = 1.0F / scale.stored;
       break;
     }
     case DerivedKind::kFp8BlockReciprocal: {
       // NeMo-RL, nemo_rl/models/generation/vllm/quantization/fp8.py, cast_tensor_to_fp8_blockwise.
-      // Torch computes 448 / most as a product with the reciprocal.
-      scale.factor = most == 0 ? 1.0F : 1.0F / most * kE4M3Max;
+      // Torch computes 448 / amax as a product with the reciprocal.
+      scale.factor = amax == 0 ? 1.0F : 1.0F / amax * kE4M3Max;
       scale.stored = 1.0F / scale.factor;
       break;
     }
     case DerivedKind::kFp8BlockPow2: {
-      // The same with use_weight_pow2_scale: 2^ceil(log2(most / 448)). The logarithm is rounded to
+      // The same with use_weight_pow2_scale: 2^ceil(log2(amax / 448)). The logarithm is rounded to
       // float32 before it is rounded up, so that it may lie below the exact one.
-      const double exact = std::log2(static_cast<double>(most / kE4M3Max));
-      const float exponent = std::ceil(static_cast<float>(exact));  // most = 0: minus infinity
+      const double exact = std::log2(static_cast<double>(amax / kE4M3Max));
+      const float exponent = std::ceil(static_cast<float>(exact));  // amax = 0: minus infinity
       const int biased = (exponent < -127  ? -127
                           : exponent > 127 ? 127
                                            : static_cast<int>(exponent)) +
@@ -124,7 +119,7 @@ REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float most) {
       // vLLM 0.32, vllm/model_executor/layers/quantization/online/fp8.py, _fp8_channel_scale and
       // _fp8_quant_per_channel.
       constexpr float kLeast = 1.0F / (kE4M3Max * 512);
-      scale.stored = most / kE4M3Max;
+      scale.stored = amax / kE4M3Max;
       scale.stored = scale.stored < kLeast ? kLeast : scale.stored;
       scale.factor = scale.stored;
       break;
@@ -133,6 +128,17 @@ REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float most) {
       break;
   }
   return scale;
+}
+
+// Finds the scale of a block; `amax`: the bits of its largest magnitude. False: the kind has no
+// result for the block, which has an infinity, NaN, or numbers too small for a finite factor.
+REFITD_DERIVE_CODE bool FindScale(DerivedKind kind, uint32_t amax, BlockScale* scale) {
+  constexpr uint32_t kInfinity = 0x7f800000;
+  *scale = {1.0F, 1.0F, false};
+  if (kind == DerivedKind::kCast) return true;
+  if (amax >= kInfinity) return false;
+  *scale = ScaleOf(kind, FloatOf(amax));
+  return (BitsOf(scale->factor) & 0x7fffffff) < kInfinity;
 }
 
 }  // namespace refitd::derive

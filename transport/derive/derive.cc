@@ -1,8 +1,6 @@
 #include "transport/derive/derive.h"
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstring>
 
 #include "absl/types/span.h"
@@ -12,8 +10,6 @@ namespace {
 
 using derive::BlockScale;
 using derive::RowKernels;
-
-constexpr uint32_t kInfinity = 0x7f800000;
 
 // A range of indices of one dimension.
 struct Range {
@@ -162,36 +158,36 @@ class Computation {
 
   // Fills scales_, by block.
   std::optional<Place> FindScales(int64_t band, Range blocks) {
-    most_.assign(static_cast<size_t>(blocks.end - blocks.begin), 0);
+    amax_.assign(static_cast<size_t>(blocks.end - blocks.begin), 0);
     const Range rows = RowsOf(band);
     const Range columns = {ColumnsOf(blocks.begin).begin, ColumnsOf(blocks.end - 1).end};
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       const char* elements = plane_.Row(row, columns);
       for (int64_t block = blocks.begin; block < blocks.end; ++block) {
         const Range of = ColumnsOf(block);
-        uint32_t& most = most_[static_cast<size_t>(block - blocks.begin)];
-        most = std::max(most, kernels_.most(elements, derivation_.from.dtype, of.end - of.begin));
+        uint32_t& amax = amax_[static_cast<size_t>(block - blocks.begin)];
+        amax = std::max(amax, kernels_.amax(elements, derivation_.from.dtype, of.end - of.begin));
         elements += (of.end - of.begin) * element_bytes_;
       }
     }
     scales_.clear();
     for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-      const uint32_t most = most_[static_cast<size_t>(block - blocks.begin)];
-      if (most < kInfinity) {
-        scales_.push_back(derive::ScaleOf(derivation_.kind, std::bit_cast<float>(most)));
-        if (std::isfinite(scales_.back().factor)) continue;
+      const uint32_t amax = amax_[static_cast<size_t>(block - blocks.begin)];
+      BlockScale scale;
+      if (!derive::FindScale(derivation_.kind, amax, &scale)) {
+        return PlaceOf(amax, rows, ColumnsOf(block));
       }
-      return PlaceOf(most, rows, ColumnsOf(block));
+      scales_.push_back(scale);
     }
     return std::nullopt;
   }
 
   // The first element with that magnitude.
-  Place PlaceOf(uint32_t most, Range rows, Range columns) {
+  Place PlaceOf(uint32_t amax, Range rows, Range columns) {
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       const char* elements = plane_.Row(row, columns);
       for (int64_t column = columns.begin; column < columns.end; ++column) {
-        if (kernels_.most(elements, derivation_.from.dtype, 1) == most) return {row, column};
+        if (kernels_.amax(elements, derivation_.from.dtype, 1) == amax) return {row, column};
         elements += element_bytes_;
       }
     }
@@ -229,7 +225,7 @@ class Computation {
   Range columns_ = {0, 1};
   Plane plane_;
   char* to_;
-  std::vector<uint32_t> most_;
+  std::vector<uint32_t> amax_;
   std::vector<BlockScale> scales_;
 };
 

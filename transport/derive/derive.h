@@ -15,13 +15,14 @@
 namespace refitd {
 
 // Computes `box` of the derived tensor, which must lie in ComputableBox of what is held, and stores
-// it row-major without gaps at `to`, aligned to the derived dtype (whose values are those of
-// `dtype`). Reads the blocks that the box meets as a whole. Returns the place in the held tensor of
-// an element for which the kind has no result (an infinity, NaN, or a number whose block has no
-// finite scale); what is stored then is not defined. Casts have results for all elements.
+// it row-major without gaps at `to`. `dtype`: of the derived tensor; `to` is aligned to its size.
+// The box has at least one element. Reads the blocks that the box meets as a whole. Returns the
+// place in the held tensor of an element for which the kind has no result (an infinity, NaN, or a
+// number whose block has no finite scale); what is stored then is not defined. Casts have results
+// for all elements.
 std::optional<Dims> Derive(const HeldPiece& held, DType dtype, const Box& box, char* to);
 
-// The same by these kernels.
+// As Derive, with the given kernels; for tests.
 std::optional<Dims> DeriveBy(const derive::RowKernels& kernels, const HeldPiece& held, DType dtype,
                              const Box& box, char* to);
 

@@ -305,7 +305,7 @@ TEST_CASE("all kernels cast and quantise every bit pattern alike") {
     const int64_t element = ElementBytes(from);
     for (int64_t i = 0; i < (1 << 16); ++i) {
       const char* const at = static_cast<const char*>(row) + i * element;
-      if (kernels[0]->most(at, from, 1) < 0x7f800000) finite.insert(finite.end(), at, at + element);
+      if (kernels[0]->amax(at, from, 1) < 0x7f800000) finite.insert(finite.end(), at, at + element);
     }
     const int64_t count = static_cast<int64_t>(finite.size()) / element;
     for (const bool divides : {false, true}) {
@@ -318,8 +318,8 @@ TEST_CASE("all kernels cast and quantise every bit pattern alike") {
           other->quantise(finite.data(), from, count, scale, found.data());
           CHECK(found == expected);
           for (int64_t n : {0, 1, 7, 33, 100}) {
-            CHECK(other->most(finite.data() + element, from, n) ==
-                  kernels[0]->most(finite.data() + element, from, n));
+            CHECK(other->amax(finite.data() + element, from, n) ==
+                  kernels[0]->amax(finite.data() + element, from, n));
           }
         }
       }

@@ -44,14 +44,14 @@ template <DType kDType>
 using Bits = typename Stored<kDType>::Bits;
 
 template <DType kDType>
-uint32_t MostOf(const Bits<kDType>* __restrict from, int64_t count) {
+uint32_t AmaxOf(const Bits<kDType>* __restrict from, int64_t count) {
   constexpr auto kMagnitude = static_cast<Bits<kDType>>(static_cast<Bits<kDType>>(~0U) >> 1);
-  Bits<kDType> most = 0;  // magnitudes are in the order of their bits
+  Bits<kDType> amax = 0;  // magnitudes are in the order of their bits
   for (int64_t i = 0; i < count; ++i) {
     const auto magnitude = static_cast<Bits<kDType>>(from[i] & kMagnitude);
-    most = magnitude > most ? magnitude : most;
+    amax = magnitude > amax ? magnitude : amax;
   }
-  return BitsOf(Number<kDType>(most));
+  return BitsOf(Number<kDType>(amax));
 }
 
 template <DType kDType, bool kDivides>
@@ -73,13 +73,14 @@ void CastTo(const Bits<kFrom>* __restrict from, int64_t count, Bits<kTo>* __rest
   }
 }
 
-uint32_t Most(const void* row, DType dtype, int64_t count) {
+inline uint32_t Amax(const void* row, DType dtype, int64_t count) {
   return WithDType(dtype, [&]<DType kDType>() {
-    return MostOf<kDType>(static_cast<const Bits<kDType>*>(row), count);
+    return AmaxOf<kDType>(static_cast<const Bits<kDType>*>(row), count);
   });
 }
 
-void Quantise(const void* row, DType dtype, int64_t count, const BlockScale& scale, char* to) {
+inline void Quantise(const void* row, DType dtype, int64_t count, const BlockScale& scale,
+                     char* to) {
   WithDType(dtype, [&]<DType kDType>() {
     const auto* const from = static_cast<const Bits<kDType>*>(row);
     auto* const values = reinterpret_cast<uint8_t*>(to);
@@ -88,7 +89,7 @@ void Quantise(const void* row, DType dtype, int64_t count, const BlockScale& sca
   });
 }
 
-void Cast(const void* row, DType dtype, int64_t count, DType to_dtype, char* to) {
+inline void Cast(const void* row, DType dtype, int64_t count, DType to_dtype, char* to) {
   WithDType(dtype, [&]<DType kFrom>() {
     WithDType(to_dtype, [&]<DType kTo>() {
       CastTo<kFrom, kTo>(static_cast<const Bits<kFrom>*>(row), count,

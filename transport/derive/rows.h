@@ -15,7 +15,7 @@ struct RowKernels {
   std::string_view name;  // "scalar", "avx2", "avx512"
   // The bits of the largest magnitude, as float32. Those of infinity and NaN are larger than those
   // of any number. 0: no element.
-  uint32_t (*most)(const void* row, DType dtype, int64_t count);
+  uint32_t (*amax)(const void* row, DType dtype, int64_t count);
   // Writes E4M3 values. The row must be of finite numbers.
   void (*quantise)(const void* row, DType dtype, int64_t count, const BlockScale& scale, char* to);
   // Writes elements of `to_dtype`.

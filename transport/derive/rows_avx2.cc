@@ -3,6 +3,6 @@
 namespace refitd::derive {
 
 constinit const RowKernels kAvx2Rows = {
-    .name = "avx2", .most = Most, .quantise = Quantise, .cast = Cast};
+    .name = "avx2", .amax = Amax, .quantise = Quantise, .cast = Cast};
 
 }  // namespace refitd::derive

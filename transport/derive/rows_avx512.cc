@@ -3,6 +3,6 @@
 namespace refitd::derive {
 
 constinit const RowKernels kAvx512Rows = {
-    .name = "avx512", .most = Most, .quantise = Quantise, .cast = Cast};
+    .name = "avx512", .amax = Amax, .quantise = Quantise, .cast = Cast};
 
 }  // namespace refitd::derive

@@ -3,6 +3,6 @@
 namespace refitd::derive {
 
 constinit const RowKernels kScalarRows = {
-    .name = "scalar", .most = Most, .quantise = Quantise, .cast = Cast};
+    .name = "scalar", .amax = Amax, .quantise = Quantise, .cast = Cast};
 
 }  // namespace refitd::derive

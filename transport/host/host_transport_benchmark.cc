@@ -1,6 +1,6 @@
 // Compares the host transport with a plain memcpy of the same bytes by as many threads. Prints one
-// line for each case, with the ratio (1: as fast as memcpy). Baseline and case alternate; the best
-// of several rounds counts.
+// line for each case, with the ratio (1: as fast as memcpy of the sources' bytes). Baseline and
+// case alternate; the best of several rounds counts.
 //
 //   host_transport_benchmark [MIB] [THREADS] [ROUNDS]
 
@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <future>
+#include <memory>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -122,9 +123,42 @@ Transfer MakeInterleaved(int64_t bytes, bool at_source, char* from, char* to) {
   return transfer;
 }
 
+// Matrices that are quantised on the way: values, and scales behind them.
+Transfer MakeDerived(int64_t bytes, DerivedKind kind, char* from, char* to) {
+  const Dims shape = {3072, 3072};
+  const int64_t matrix_bytes = ElementCount(shape).value() * 2;
+  Transfer transfer;
+  transfer.destinations.resize(1);
+  for (; bytes >= matrix_bytes; bytes -= matrix_bytes, from += matrix_bytes) {
+    for (const DerivedRole role : {DerivedRole::kValues, DerivedRole::kScales}) {
+      const auto derivation =
+          std::make_shared<Derivation>(Derivation{{"weight", DType::kBFloat16, shape}, kind, role});
+      const Box box = *ComputableBox(*derivation, WholeBox(shape));
+      const auto index = static_cast<uint32_t>(transfer.source.size());
+      BoundPiece piece = Piece(box.extent, box, from);
+      piece.dtype = role == DerivedRole::kValues ? DType::kFloat8E4M3FN : DType::kFloat32;
+      transfer.destinations[0].push_back(piece);
+      transfer.destinations[0].back().data = to;
+      to += ElementCount(box) * ElementBytes(piece.dtype);
+      piece.held = std::make_shared<HeldPiece>(
+          HeldPiece{derivation, WholeBox(shape), RowMajorStrides(shape), from});
+      transfer.source.push_back(std::move(piece));
+      transfer.plan.moves.push_back(
+          {.source_piece = index, .destination_piece = index, .box = box});
+    }
+  }
+  return transfer;
+}
+
+// The sources' bytes.
 int64_t BytesOf(const Transfer& transfer) {
   int64_t bytes = 0;
-  for (const CopyMove& move : transfer.plan.moves) bytes += 2 * ElementCount(move.box);
+  for (const CopyMove& move : transfer.plan.moves) {
+    const BoundPiece& source = transfer.source[move.source_piece];
+    const bool scales =
+        source.held != nullptr && source.held->derivation->role == DerivedRole::kScales;
+    if (!scales) bytes += 2 * ElementCount(move.box);
+  }
   return bytes;
 }
 
@@ -186,7 +220,9 @@ int Main(int argc, char** argv) {
       {"4 slices, 512 B rows", slices(1024, 4)},
       {"4 slices, 384 B rows", slices(768, 4)},
       {"from every 2nd element", MakeInterleaved(bytes, true, from->data(), to->data())},
-      {"to every 2nd element", MakeInterleaved(bytes, false, from->data(), to->data())}};
+      {"to every 2nd element", MakeInterleaved(bytes, false, from->data(), to->data())},
+      {"to FP8, 128 x 128", MakeDerived(bytes, DerivedKind::kFp8Block, from->data(), to->data())},
+      {"to FP8, by rows", MakeDerived(bytes, DerivedKind::kFp8Channel, from->data(), to->data())}};
   const std::pair<const char*, Verification> verifications[] = {
       {"off", Verification::kOff},
       {"transfer", Verification::kTransfer},

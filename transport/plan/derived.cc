@@ -165,7 +165,7 @@ std::optional<Box> ComputableBox(const Derivation& derivation, const Box& held) 
   return box;
 }
 
-DerivedTensors::DerivedTensors(absl::Span<const Layout* const> layouts) {
+DerivedLayouts::DerivedLayouts(absl::Span<const Layout* const> layouts) {
   absl::flat_hash_set<const TensorSpec*> seen;  // layouts share lists
   for (const Layout* layout : layouts) {
     if (layout == nullptr || !seen.insert(layout->tensors.data()).second) continue;
@@ -173,35 +173,28 @@ DerivedTensors::DerivedTensors(absl::Span<const Layout* const> layouts) {
   }
 }
 
-DerivedTensors::DerivedTensors(const std::vector<TensorSpec>& tensors) {
+DerivedLayouts::DerivedLayouts(const std::vector<TensorSpec>& tensors) {
   for (const TensorSpec& tensor : tensors) Add(tensor);
 }
 
-void DerivedTensors::Add(const TensorSpec& tensor) {
-  if (tensor.derived == nullptr) return;
-  std::vector<const TensorSpec*>& of = by_source_[tensor.derived->from.name];
-  const bool known = std::any_of(of.begin(), of.end(),
-                                 [&](const TensorSpec* t) { return t->name == tensor.name; });
-  if (!known) of.push_back(&tensor);
+void DerivedLayouts::Add(const TensorSpec& tensor) {
+  if (tensor.derived == nullptr || !names_.insert(tensor.name).second) return;
+  by_source_[tensor.derived->from.name].push_back(&tensor);
 }
 
-const std::vector<const TensorSpec*>* DerivedTensors::From(std::string_view tensor) const {
-  const auto found = by_source_.find(tensor);
-  return found == by_source_.end() ? nullptr : &found->second;
-}
-
-absl::StatusOr<std::shared_ptr<const Layout>> WithDerived(std::shared_ptr<const Layout> layout,
-                                                          const DerivedTensors& derived) {
-  if (derived.empty()) return layout;
+absl::StatusOr<DerivedLayouts::Extended> DerivedLayouts::ExtendedOf(
+    const TensorList::List& tensors) const {
   absl::flat_hash_set<std::string_view> own;
-  for (const TensorSpec& tensor : layout->tensors) own.insert(tensor.name);
-  std::shared_ptr<Layout> more;
-  absl::flat_hash_map<uint32_t, std::vector<uint32_t>> computed;  // by tensor of the layout
-  for (uint32_t t = 0; t < layout->tensors.size(); ++t) {
-    const TensorSpec& from = layout->tensors[t];
-    const std::vector<const TensorSpec*>* const wanted = derived.From(from.name);
-    if (wanted == nullptr) continue;
-    for (const TensorSpec* tensor : *wanted) {
+  for (const TensorSpec& tensor : tensors) {
+    if (names_.contains(tensor.name)) own.insert(tensor.name);
+  }
+  Extended extended;
+  TensorList::List added;
+  for (uint32_t t = 0; t < tensors.size(); ++t) {
+    const TensorSpec& from = tensors[t];
+    const auto wanted = by_source_.find(from.name);
+    if (wanted == by_source_.end()) continue;
+    for (const TensorSpec* tensor : wanted->second) {
       if (own.contains(tensor->name)) continue;
       if (from != tensor->derived->from) {
         return AboutTensor(
@@ -211,31 +204,54 @@ absl::StatusOr<std::shared_ptr<const Layout>> WithDerived(std::shared_ptr<const 
                   ToString(from.dtype, from.shape)),
             tensor->name);
       }
-      if (more == nullptr) more = std::make_shared<Layout>(*layout);
-      computed[t].push_back(static_cast<uint32_t>(more->tensors.size()));
-      more->tensors.push_back(*tensor);
+      extended.computed[t].push_back(static_cast<uint32_t>(tensors.size() + added.size()));
+      added.push_back(*tensor);
     }
   }
-  if (more == nullptr) return layout;
+  if (added.empty()) return extended;
+  TensorList::List all;
+  all.reserve(tensors.size() + added.size());
+  all.insert(all.end(), tensors.begin(), tensors.end());
+  all.insert(all.end(), added.begin(), added.end());
+  extended.tensors = std::make_shared<const TensorList::List>(std::move(all));
+  return extended;
+}
+
+absl::StatusOr<std::shared_ptr<const Layout>> DerivedLayouts::Extend(
+    std::shared_ptr<const Layout> layout) {
+  if (names_.empty()) return layout;
+  const auto known = layouts_.find(layout.get());
+  if (known != layouts_.end()) return known->second;
+  const auto [list, unseen] = lists_.try_emplace(layout->tensors.data());
+  if (unseen) {
+    REFITD_ASSIGN_OR_RETURN(list->second, ExtendedOf(layout->tensors));
+  }
+  const Extended& extended = list->second;
+  if (extended.tensors == nullptr) return layouts_[layout.get()] = layout;
+  auto more = std::make_shared<Layout>(*layout);
+  more->tensors = TensorList(extended.tensors);
+  int64_t looked_at = std::ssize(layout->pieces);
   for (uint32_t p = 0; p < layout->pieces.size(); ++p) {
     const Piece& held = layout->pieces[p];
-    const auto found = computed.find(held.tensor);
-    if (found == computed.end()) continue;
+    const auto found = extended.computed.find(held.tensor);
+    if (found == extended.computed.end()) continue;
+    looked_at += std::ssize(found->second);
+    if (looked_at > kMaxPiecesPerLayout) {
+      const std::string& name = more->tensors[found->second.front()].name;
+      return AboutTensor(Error(absl::StatusCode::kResourceExhausted,
+                               "tensor {}: what engines derive of a rank's tensors has more than "
+                               "{} pieces",
+                               name, kMaxPiecesPerLayout),
+                         name);
+    }
     for (const uint32_t tensor : found->second) {
       std::optional<Box> box = ComputableBox(*more->tensors[tensor].derived, held.box);
       if (!box.has_value()) continue;
-      if (std::ssize(more->pieces) == kMaxPiecesPerLayout) {
-        return AboutTensor(Error(absl::StatusCode::kResourceExhausted,
-                                 "tensor {}: what engines derive of a rank's tensors has more than "
-                                 "{} pieces",
-                                 more->tensors[tensor].name, kMaxPiecesPerLayout),
-                           more->tensors[tensor].name);
-      }
       Dims strides = RowMajorStrides(box->extent);
       more->pieces.push_back({tensor, *std::move(box), held.region, 0, std::move(strides), p});
     }
   }
-  return more;
+  return layouts_[layout.get()] = std::move(more);
 }
 
 }  // namespace refitd

@@ -2,10 +2,10 @@
 // hold: casts, and the values and scales of quantised weights.
 //
 // An engine's layout declares such a tensor by TensorSpec::derived. The planner then gives each
-// trainer's layout the boxes of it that the trainer can compute (WithDerived), and plans routes for
-// these boxes as for any others, in elements and bytes of the derived tensor; transports compute a
-// box where they would copy it (transport/derive/derive.h). Engines among themselves (catch-ups)
-// move derived tensors as they are.
+// trainer's layout the boxes of it that the trainer can compute (DerivedLayouts), and plans routes
+// for these boxes as for any others, in elements and bytes of the derived tensor; transports
+// compute a box where they would copy it (transport/derive/derive.h). An engine that holds derived
+// tensors gives them as they are (catch-ups).
 //
 // Pure; thread-safe because nothing is shared.
 #ifndef REFITD_TRANSPORT_PLAN_DERIVED_H_
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "transport/plan/derived_kind.h"
@@ -42,8 +43,8 @@ std::string_view NameOf(DerivedKind kind);
 // Returns "values of fp8_block of float32 [256, 256] model.w", for messages.
 std::string Describe(const Derivation& derivation);
 
-// The error of a transfer that met a block without a result. `where` names what is held of
-// derivation.from: "element [3, 4]". FAILED_PRECONDITION, with the tensor.
+// The error for a block without a result. `where` is the place in derivation.from: "element [3,
+// 4]". FAILED_PRECONDITION, with the tensor.
 absl::Status NoResult(const Derivation& derivation, std::string_view where);
 
 // The extents, in elements of `from`, of the blocks that are computed together: each value depends
@@ -56,38 +57,47 @@ Dims BlockOf(const Derivation& derivation);
 // many dimensions. INVALID_ARGUMENT, naming the tensor.
 absl::Status ValidateDerived(const TensorSpec& tensor);
 
-// Checks that of each tensor that is quantised in blocks a layout has the values and the scales.
+// Checks that a layout with the values of a quantised tensor has its scales, and the reverse.
 // INVALID_ARGUMENT, naming the tensor.
 absl::Status CheckScalesOfDerived(const std::vector<TensorSpec>& tensors);
 
-// The box of the derived tensor that a box of `from` is enough to compute: it has whole blocks
-// only. nullopt: none.
+// The largest box of the derived tensor, in its elements, that can be computed from the box `held`
+// of `from`. nullopt: `held` contains no whole block.
 std::optional<Box> ComputableBox(const Derivation& derivation, const Box& held);
 
-// The derived tensors of several layouts, by the name of what they are derived from; each tensor is
-// there once.
-class DerivedTensors {
+// Adds derived tensors to trainers' layouts. Not thread-safe.
+class DerivedLayouts {
  public:
-  // Null layouts are passed over. The layouts must outlive this object.
-  explicit DerivedTensors(absl::Span<const Layout* const> layouts);
-  explicit DerivedTensors(const std::vector<TensorSpec>& tensors);
-  bool empty() const { return by_source_.empty(); }
-  // Null: nothing is derived from that tensor.
-  const std::vector<const TensorSpec*>* From(std::string_view tensor) const;
+  // Takes the derived tensors of these layouts, or of this list. Null layouts are passed over. What
+  // is given must outlive this object.
+  explicit DerivedLayouts(absl::Span<const Layout* const> layouts);
+  explicit DerivedLayouts(const std::vector<TensorSpec>& tensors);
+
+  // Returns the layout with the derived tensors appended, and, for each piece that contains a whole
+  // block, one computed piece (Piece::computed_from) for each tensor derived from it. Returns
+  // `layout` itself if there is nothing to add, which is so of layouts that have the derived
+  // tensors themselves. Layouts with one list of tensors have one list afterwards.
+  // FAILED_PRECONDITION, naming the tensor: what it is derived from has another dtype or shape in
+  // the layout. RESOURCE_EXHAUSTED: more than kMaxPiecesPerLayout pieces would have to be looked
+  // at.
+  absl::StatusOr<std::shared_ptr<const Layout>> Extend(std::shared_ptr<const Layout> layout);
 
  private:
+  // A list of tensors with those that are derived from them.
+  struct Extended {
+    std::shared_ptr<const TensorList::List> tensors;  // null: nothing is derived from the list
+    absl::flat_hash_map<uint32_t, std::vector<uint32_t>>
+        computed;  // by tensor: those derived of it
+  };
+
   void Add(const TensorSpec& tensor);
+  absl::StatusOr<Extended> ExtendedOf(const TensorList::List& tensors) const;
 
+  absl::flat_hash_set<std::string_view> names_;
   absl::flat_hash_map<std::string_view, std::vector<const TensorSpec*>> by_source_;
+  absl::flat_hash_map<const TensorSpec*, Extended> lists_;  // by a list's first tensor
+  absl::flat_hash_map<const Layout*, std::shared_ptr<const Layout>> layouts_;
 };
-
-// Returns the layout with what it can compute of `derived`: tensors at the end, and for each piece
-// of what they are derived from a piece with Piece::computed_from, if it has a whole block. Returns
-// `layout` itself if there is nothing to add, which is so of layouts that have the derived tensors
-// themselves. FAILED_PRECONDITION, naming the tensor: what it is derived from has another dtype or
-// shape in the layout. RESOURCE_EXHAUSTED: more pieces than a layout may have.
-absl::StatusOr<std::shared_ptr<const Layout>> WithDerived(std::shared_ptr<const Layout> layout,
-                                                          const DerivedTensors& derived);
 
 // The piece of a trainers' tensor from which a box of a derived tensor is computed.
 struct HeldPiece {

@@ -124,22 +124,61 @@ TEST_CASE("a trainer's layout gets what it can compute") {
       Holds(kWeight, {{{0, 0}, {100, 256}}, {{100, 0}, {200, 256}}}));
   const Layout wants = Wants({kValues, kScales});
   const std::vector<const Layout*> engines = {&wants, nullptr, &wants};
-  const auto more = *WithDerived(held, DerivedTensors(engines));
+  DerivedLayouts derived(engines);
+  const auto more = *derived.Extend(held);
   REQUIRE(more->tensors.size() == 3);
   // The first piece has no whole block; the second has the rows from 128 on.
   REQUIRE(more->pieces.size() == 4);
   CHECK(more->pieces[2] ==
         Piece{1, {{128, 0}, {172, 256}}, RegionId(1), 0, {256, 1}, /*computed_from=*/1});
   CHECK(more->pieces[3] == Piece{2, {{1, 0}, {2, 2}}, RegionId(1), 0, {2, 1}, 1});
-  CHECK(WithDerived(held, DerivedTensors(std::vector<TensorSpec>{})).value() == held);
+  CHECK(*derived.Extend(held) == more);
+  // Layouts that share a list of tensors still do.
+  auto other_rank = std::make_shared<Layout>(*held);
+  other_rank->tensors = TensorList(std::make_shared<const TensorList::List>(held->tensors.get()));
+  auto third_rank = std::make_shared<Layout>(*other_rank);
+  CHECK((*derived.Extend(other_rank))->tensors.data() ==
+        (*derived.Extend(third_rank))->tensors.data());
+  CHECK(*DerivedLayouts(std::vector<TensorSpec>{}).Extend(held) == held);
   const auto own = std::make_shared<const Layout>(wants);
-  CHECK(WithDerived(own, DerivedTensors(engines)).value() == own);
+  CHECK(*derived.Extend(own) == own);
   TensorSpec floats = kWeight;
   floats.dtype = DType::kFloat32;
   const auto other = std::make_shared<const Layout>(Holds(floats, {{{0, 0}, {300, 256}}}));
-  CHECK_THAT(Message(WithDerived(other, DerivedTensors(engines)).status()),
+  CHECK_THAT(Message(derived.Extend(other).status()),
              Contains("engines derive it from w as bfloat16 [300, 256], and trainers have "
                       "float32 [300, 256]"));
+}
+
+TEST_CASE("derivations without end are refused (P10)") {
+  std::vector<TensorSpec> many;
+  for (int i = 0; i < 100'000; ++i) {
+    many.push_back(
+        Derived("d" + std::to_string(i), DType::kFloat32, {300, 256}, kWeight, DerivedKind::kCast));
+  }
+  std::vector<Box> boxes;
+  for (int64_t row = 0; row < 300; ++row) boxes.push_back({{row, 0}, {1, 256}});
+  const auto held = std::make_shared<const Layout>(Holds(kWeight, boxes));
+  CHECK(DerivedLayouts(many).Extend(held).status().code() == absl::StatusCode::kResourceExhausted);
+}
+
+TEST_CASE("derived tensors are one memory only in one form of one source (P11)") {
+  const auto bytes = [](RegionId) { return std::optional<int64_t>(1 << 20); };
+  const auto tied = [&](const TensorSpec& a, const TensorSpec& b) {
+    Layout layout = Wants({a, b});
+    layout.pieces[1] = layout.pieces[0];
+    layout.pieces[1].tensor = 1;
+    TieSharedTensors(&layout);
+    return ValidateLayout(layout, bytes, true).ok();
+  };
+  TensorSpec other = kWeight;
+  other.name = "v";
+  const auto cast = [](const std::string& name, const TensorSpec& from) {
+    return Derived(name, DType::kFloat32, {300, 256}, from, DerivedKind::kCast);
+  };
+  CHECK(tied(cast("a", kWeight), cast("b", kWeight)));
+  CHECK_FALSE(tied(cast("a", kWeight), cast("b", other)));
+  CHECK_FALSE(tied(cast("a", kWeight), {"b", DType::kFloat32, {300, 256}}));
 }
 
 // Two trainers hold rows; one engine is quantised, another is not.
@@ -193,8 +232,8 @@ TEST_CASE("what trainers can't compute is named") {
   const auto cut = World(200).Compile();
   CHECK(cut.status().code() == absl::StatusCode::kFailedPrecondition);
   CHECK_THAT(Message(cut.status()),
-             Contains("tensor w.q: no source has, in one piece, the block of [128, 128] elements "
-                      "of w from which element [128, 0] that rank 0 has is computed"));
+             Contains("tensor w.q: element [128, 0] of rank 0 needs a whole block of [128, 128] "
+                      "elements of w, and no trainer has that block in one shard"));
   World lacking;
   lacking.trainers.clear();
   lacking.trainers.push_back(

@@ -483,6 +483,13 @@ absl::Status ValidateTensors(const std::vector<TensorSpec>& tensors) {
   return absl::OkStatus();
 }
 
+// Whether two names may be one memory: versions bring both in one form. Derived tensors of two
+// sources may not, since their values are not compared.
+bool SameForm(const TensorSpec& a, const TensorSpec& b) {
+  const TensorSpec renamed{b.name, a.dtype, a.shape, a.derived};
+  return renamed == b;
+}
+
 absl::Status ValidateTies(const Layout& layout) {
   const size_t tensors = layout.tensors.size();
   std::vector<bool> tied(tensors);
@@ -504,7 +511,7 @@ absl::Status ValidateTies(const Layout& layout) {
     if (tied[tie.same_as]) {
       return Invalid("tensor {}: tied to tensor {}, which is tied itself", tensor.name, kept.name);
     }
-    if (tensor.dtype != kept.dtype || tensor.shape != kept.shape) {
+    if (!SameForm(tensor, kept)) {
       return Invalid("tensor {}: {}, but tied to tensor {} of {}", tensor.name,
                      ToString(tensor.dtype, tensor.shape), kept.name,
                      ToString(kept.dtype, kept.shape));
@@ -831,8 +838,7 @@ void TieSharedTensors(Layout* layout) {
     const uint32_t first = at->second;
     const TensorSpec& spec = layout->tensors[t];
     const TensorSpec& kept = layout->tensors[first];
-    if (added || spec.dtype != kept.dtype || spec.shape != kept.shape ||
-        !SamePlaces(*layout, pieces[first], pieces[t])) {
+    if (added || !SameForm(spec, kept) || !SamePlaces(*layout, pieces[first], pieces[t])) {
       continue;
     }
     tied[t] = true;

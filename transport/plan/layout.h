@@ -120,8 +120,8 @@ struct Piece {
       0;  // of the box's first element, from the region's start; a multiple of the element size
   Dims strides;  // in elements, one for each dimension, each >= 0; always filled in
                  // (RowMajorStrides(box.extent) where dense)
-  // Planners only (WithDerived in derived.h): the index of the layout's piece from which this box
-  // is computed. The box then lies nowhere; offset and strides are those of a dense box at 0.
+  // Planners only (DerivedLayouts in derived.h): the index of the layout's piece from which this
+  // box is computed. The box then lies nowhere; offset and strides are those of a dense box at 0.
   uint32_t computed_from = kNotComputed;
   bool operator==(const Piece&) const = default;
 };
@@ -240,7 +240,7 @@ using RegionBytes = std::function<std::optional<int64_t>(RegionId)>;
 
 // Checks a layout completely: tensors are valid and uniquely named, boxes lie inside their tensors,
 // strides have the right rank, storage lies inside its region and is aligned to the element size.
-// With `destination` also: the values of derived tensors have their scales; boxes of one tensor are
+// With `destination` also: quantised tensors have values and scales; boxes of one tensor are
 // disjoint, and no two pieces share memory (so that every element is written exactly once); spans
 // may interleave, as column slices of one matrix do; a tied tensor has no pieces and the dtype and
 // shape of one that is not tied. Errors name tensor, field and value: NOT_FOUND unknown region;

@@ -127,16 +127,11 @@ class Builder {
     for (uint32_t t = 0; t < plan_.tensors.size(); ++t) by_name_.emplace(plan_.tensors[t].name, t);
   }
 
-  // Ranks with one layout object have one afterwards.
   absl::Status AddDerived() {
-    const DerivedTensors derived(plan_.tensors);
-    absl::flat_hash_map<const Layout*, std::shared_ptr<const Layout>> known;
+    DerivedLayouts derived(plan_.tensors);
     for (const LocalMember& member : program_.sources) {
-      std::shared_ptr<const Layout>& layout = known[member.layout.get()];
-      if (layout == nullptr) {
-        REFITD_ASSIGN_OR_RETURN(layout, WithDerived(member.layout, derived));
-      }
-      program_.source_layouts.push_back(layout);
+      REFITD_ASSIGN_OR_RETURN(program_.source_layouts.emplace_back(),
+                              derived.Extend(member.layout));
     }
     return absl::OkStatus();
   }

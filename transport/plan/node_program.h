@@ -172,8 +172,8 @@ class NodeProgram {
   uint32_t node = 0;
   std::vector<LocalMember> sources;
   std::vector<LocalMember> destinations;
-  // Of each source: its layout with the tensors that the plan derives from it (WithDerived). Pieces
-  // of sources, here and in the streams, are indices into these.
+  // Of each source: its layout with the tensors that the plan derives from it (DerivedLayouts).
+  // Pieces of sources, here and in the streams, are indices into these.
   std::vector<std::shared_ptr<const Layout>> source_layouts;
   // Moves from local sources to local destinations, by indices into the lists above, in the order
   // of plan.h.

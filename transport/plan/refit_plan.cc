@@ -375,22 +375,36 @@ RefitContent ContentOf(const std::vector<RouteMember>& sources,
       }
     }
   }
-  seen.clear();
-  for (const RouteMember& member : destinations) {
-    const Layout* layout = member.layout.get();
-    if (layout == nullptr || !seen.insert(layout).second) continue;
-    for (const Piece& piece : layout->pieces) {
-      if (IsEmpty(piece.box)) continue;
-      const TensorSpec& tensor = layout->tensors[piece.tensor];
-      const auto place = places.find(NameAtSource(tensor));
-      if (place != places.end()) tensors[place->second].wanted = true;
-    }
-  }
   const absl::flat_hash_set<std::string_view> pushed(options.skip_tensors.begin(),
                                                      options.skip_tensors.end());
   const absl::flat_hash_set<std::string_view> engine_only(options.engine_only.begin(),
                                                           options.engine_only.end());
   RefitContent content;
+  absl::flat_hash_set<std::string_view> counted;
+  seen.clear();
+  for (const RouteMember& member : destinations) {
+    const Layout* layout = member.layout.get();
+    if (layout == nullptr || !seen.insert(layout).second) continue;
+    std::vector<bool> stored(layout->tensors.size());
+    for (const Piece& piece : layout->pieces)
+      stored[piece.tensor] = stored[piece.tensor] || !IsEmpty(piece.box);
+    for (size_t t = 0; t < stored.size(); ++t) {
+      if (!stored[t]) continue;
+      const TensorSpec& tensor = layout->tensors[t];
+      bool held = false;
+      for (const std::string_view name :
+           {std::string_view(tensor.name), std::string_view(NameAtSource(tensor))}) {
+        const auto place = places.find(name);
+        if (place == places.end()) continue;
+        tensors[place->second].wanted = held = true;
+      }
+      if (!held || pushed.contains(tensor.name) || engine_only.contains(tensor.name) ||
+          !counted.insert(tensor.name).second) {
+        continue;
+      }
+      ++content.stored;
+    }
+  }
   for (const auto& [spec, wanted] : tensors) {
     if (pushed.contains(spec->name)) continue;
     const int64_t bytes = ElementCount(WholeBox(spec->shape)) * ElementBytes(spec->dtype);

@@ -87,10 +87,13 @@ inline constexpr int64_t kMaxNodeShares = 900'000;
 
 // The bytes and tensors that a plan moves, and those that it leaves out.
 struct RefitContent {
-  // The number of the sources' tensors of which a destination stores an element, without those that
-  // the options leave out; and the bytes of these tensors.
+  // The number of the sources' tensors of which a destination stores an element, or an element of a
+  // tensor that is derived from them, without those that the options leave out; and the bytes of
+  // these tensors.
   int64_t tensors = 0;
   int64_t bytes = 0;
+  // The number of the destinations' tensors, by name, that these tensors fill.
+  int64_t stored = 0;
   // Tensors that a source has, that are not pushed, and that the refit writes nowhere: no
   // destination stores an element of them, or the options leave them out. Sorted.
   std::vector<std::string> unwanted;

@@ -261,12 +261,14 @@ class Router {
 
   // Gives sources what engines derive from their tensors.
   absl::Status AddDerived() {
-    const DerivedTensors derived(destinations_.layouts);
-    if (derived.empty()) return absl::OkStatus();
+    // Sources may hold derived tensors too. CompileNode, which knows the plan's tensors only, must
+    // add the same.
+    std::vector<const Layout*> all = destinations_.layouts;
+    all.insert(all.end(), sources_.layouts.begin(), sources_.layouts.end());
+    DerivedLayouts derived(all);
     for (uint32_t l = 0; l < sources_.layouts.size(); ++l) {
-      REFITD_ASSIGN_OR_RETURN(
-          std::shared_ptr<const Layout> more,
-          WithDerived(source_members_[sources_.members[l].front()].layout, derived));
+      REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const Layout> more,
+                              derived.Extend(source_members_[sources_.members[l].front()].layout));
       sources_.layouts[l] = more.get();
       computing_.push_back(std::move(more));
     }
@@ -396,7 +398,7 @@ class Router {
   static Names Set(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
   static std::string Describe(const TensorSpec& tensor) {
-    const std::string type = ToString(tensor.dtype, tensor.shape);
+    std::string type = ToString(tensor.dtype, tensor.shape);
     if (tensor.derived == nullptr) return type;
     return fmt::format("{} ({})", type, refitd::Describe(*tensor.derived));
   }
@@ -736,9 +738,9 @@ class Router {
     const std::string& label = plan_.destination_labels[first_member];
     if (const Derivation* derived = plan_.tensors[t].derived.get(); derived != nullptr) {
       return fmt::format(
-          "no source has, in one piece, the block of [{}] elements of {} from which element [{}] "
-          "that {} has is computed",
-          fmt::join(BlockOf(*derived), ", "), derived->from.name, fmt::join(first, ", "), label);
+          "element [{}] of {} needs a whole block of [{}] elements of {}, and no trainer has that "
+          "block in one shard",
+          fmt::join(first, ", "), label, fmt::join(BlockOf(*derived), ", "), derived->from.name);
     }
     return fmt::format("no source holds element [{}] that {} has", fmt::join(first, ", "), label);
   }

@@ -80,6 +80,8 @@ class AbiTest(unittest.TestCase):
         lines += [f"SAME(REFIT_UPDATE_{name.upper()}, {i});" for i, name in enumerate(trainer.OUTCOMES)]
         lines += [f"SAME(REFIT_DELIVERY_{name.upper()}, {i});" for name, i in native.DELIVERIES.items()]
         lines += [f"SAME(REFIT_BROADCAST_{name.upper()}, {i});" for name, i in native.BROADCASTS.items()]
+        derived = native.DERIVED_KINDS | native.DERIVED_ROLES
+        lines += [f"SAME(REFIT_DERIVED_{name.upper()}, {i});" for name, i in derived.items()]
         lines += [f"SAME(REFIT_VERIFICATION_{(name or 'default').upper()}, {i});" for name, i in trainer.VERIFICATIONS.items()]
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "same.c"

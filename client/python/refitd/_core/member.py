@@ -75,9 +75,9 @@ class DerivedList:
         self._sources = TensorList([derived.source for _, derived in found])
         self._packed = (native.refit_derivation * max(1, self.count))()
         self.pointer = ctypes.addressof(self._packed)
-        for entry, (i, derived), n in zip(self._packed, found, range(self.count)):
-            entry.tensor, entry.source = i, self._sources.pointer + n * _TENSOR.size
-            entry.kind, entry.role = native.DERIVED_KINDS[derived.kind], native.DERIVED_ROLES[derived.role]
+        for n, (i, derived) in enumerate(found):
+            source = self._sources.pointer + n * _TENSOR.size
+            self._packed[n] = native.refit_derivation(i, source, native.DERIVED_KINDS[derived.kind], native.DERIVED_ROLES[derived.role])
 
 
 class PieceList:

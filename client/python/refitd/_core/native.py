@@ -168,8 +168,7 @@ class refit_piece(ctypes.Structure):
 
 
 class refit_derivation(ctypes.Structure):
-    # `source` is the C structure's `from`.
-    _fields_ = [("tensor", c_int64), ("source", c_void_p), ("kind", c_int32), ("role", c_int32)]
+    _fields_ = _fields(tensor=c_int64, source=c_void_p, kind=c_int32, role=c_int32)
 
 
 class refit_trainer_options(ctypes.Structure):
@@ -238,7 +237,7 @@ class refit_python(ctypes.Structure):
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    refit_tensor, refit_group_spec, refit_connect_options, refit_piece, refit_trainer_options, refit_begin_options,
+    refit_tensor, refit_group_spec, refit_connect_options, refit_piece, refit_derivation, refit_trainer_options, refit_begin_options,
     refit_commit_result, refit_refit_options, refit_engine_options, refit_view, refit_event, refit_suspect, refit_failure, refit_python,
 )  # fmt: skip
 

@@ -220,8 +220,8 @@ def first_overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> t
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A global tensor: its name, dtype (a name such as "bfloat16") and unpadded shape, in elements. `derived`: of an engine's tensor that
-    refits compute from a tensor of the trainers."""
+    """A global tensor: its name, dtype (a name such as "bfloat16") and unpadded shape, in elements. `derived`: how refits
+    compute this engine's tensor; None: it is moved unchanged."""
 
     name: str
     dtype: str
@@ -236,7 +236,7 @@ class Derived:
     `source`: the trainers' tensor, as they register it: float32, bfloat16 or float16. `kind`: "cast" to another of these dtypes;
     "fp8_block", "fp8_block_reciprocal", "fp8_block_pow2" (float8_e4m3fn values and a float32 scale for each block of 128 x 128 of the last two
     dimensions) or "fp8_channel" (a scale for each row); docs/derived.md has their arithmetic. `role`: "values", of the source's shape, or
-    "scales", of a number a block: [rows / 128, columns / 128], rounded up, or [rows, 1]. Of what is quantised, an engine registers both.
+    "scales", of a number a block: [rows / 128, columns / 128], rounded up, or [rows, 1]. An engine that registers the values registers the scales too.
     """
 
     source: TensorSpec
