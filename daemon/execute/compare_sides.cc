@@ -77,7 +77,7 @@ std::vector<ByteRange> Complement(std::vector<ByteRange> named, int64_t bytes) {
   return unnamed;
 }
 
-// What comes next of a side: data, or a hole of its memfd, up to `end`.
+// A stretch of a side is all data, or all hole of the side's memfd; it ends before byte `end`.
 struct Stretch {
   bool hole = false;
   int64_t end = 0;
@@ -170,7 +170,7 @@ class Chunks {
   const UniqueFd* back_file_ = nullptr;
 };
 
-// What is compared with data in place of a hole.
+// A hole reads as zeros: data is compared with these instead of with the hole's pages.
 char* Zeros() {
   static char zeros[kChunkBytes] = {};
   return zeros;

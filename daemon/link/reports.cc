@@ -130,7 +130,7 @@ void Put(const PeerHeaderAck& v, v1::PeerMessage* message) {
   out->set_mismatch_tensor(CleanText(v.mismatch_tensor, kMaxNameBytes));
 }
 
-// What the ends of a part's transfer and of a program's run have in common.
+// PutMoved sets the fields that the end of a part's transfer and the end of a program's run share.
 template <typename Done, typename Wire>
 void PutMoved(const Done& v, Wire* out) {
   out->set_update(v.update.value());

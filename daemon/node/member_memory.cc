@@ -72,7 +72,8 @@ std::string IdentityOf(const MemoryOrigin& file) {
 // owner never touched, since they would be charged to the daemon.
 bool HasPages(const UniqueFd& fd, int64_t bytes) { return lseek(fd.get(), 0, SEEK_HOLE) >= bytes; }
 
-// What a kept rank has in host memory, which limits.mapped_bytes counts.
+// HasHostMemory tells whether any side of the rank lies in host memory, which limits.mapped_bytes
+// counts.
 bool HasHostMemory(const KeptRank& kept) {
   const auto counts = [](const RegionRecord& side) { return !side.on_device || side.pinned; };
   return std::any_of(kept.arenas.begin(), kept.arenas.end(), [&counts](const auto& arena) {

@@ -481,80 +481,78 @@ TEST_CASE("sides whose descriptors the daemon has not kept are refused (P10)") {
              Contains(fmt::format("region {} was registered without keep", back)));
 }
 
-// The rank's process lives on, and registers at once a layout in which no tensor lies where the
-// copy of its last lease still writes.
-TEST_CASE("copies of a lease that has ended wrote to a back after its rank had registered again") {
-  auto transport = std::make_unique<HeldTransport>();
-  HeldTransport& held = *transport;
-  World world(kDefaultKeepSeconds, {}, {.transport = std::move(transport)});
-  const Child child;
-  const Attached engine = world.Serve(child.process());
-  held.Hold();
-  world.Push(1, 'a');
-  REQUIRE(Eventually([&] { return held.held() == 1; }));
-  world.parts.attaches().Gone(engine.id, "its stream broke");
-
-  const Attached again = world.Attach(child.process());
-  const RegionId front = world.Share(again, world.front.fd);
-  const RegionId back = world.Share(again, world.back.fd);
-  Layout layout = LayoutOf(front, kElements);
-  layout.tensors = {{"v", DType::kUint8, {kElements}}};
-  layout.pieces[0].byte_offset = kBytes / 2;
-  layout.backs = {{front, back}};
-  const bool withdraws = GENERATE(false, true);
-  layout.backs_differ = withdraws;
-  Answer answer;
-  world.parts.calls().RegisterLayout(world.parts.daemon().NewCall(), again.caller(),
-                                     /*as_engine=*/true, layout,
-                                     [reply = answer.function()](const auto& registered) {
-                                       reply(registered.status(), EmptyReply{});
-                                     });
-  CHECK_FALSE(answer.came());
-  held.Release();
-  const absl::Status status = answer.status();
-  CHECK(std::string(world.back.data(), kElements) == world.bytes);
-  if (!withdraws) {
-    CHECK(absl::IsFailedPrecondition(status));
-    CHECK_THAT(Message(status), Contains("differ within bytes 0 to 2048"));
-    return;
+// A rank whose lease has ended and that has attached again, while a held copy of the lease has yet
+// to write to its back.
+struct AttachedAgain {
+  AttachedAgain() {
+    const Attached engine = world.Serve(child.process());
+    held.Hold();
+    world.Push(1, 'a');
+    REQUIRE(Eventually([&] { return held.held() == 1; }));
+    world.parts.attaches().Gone(engine.id, "its stream broke");
+    again = world.Attach(child.process());
+    front = world.Share(again, world.front.fd);
+    back = world.Share(again, world.back.fd);
   }
-  REQUIRE(status.ok());
-  std::memcpy(world.back.data(), world.front.data(), kBytes);
-  layout.backs_differ = false;
-  layout.binding_generation = 2;
-  CHECK(world.Register(again, layout).ok());
-}
-
-TEST_CASE("layouts that waited beyond the limit of calls were watched no longer (P4)") {
-  auto transport = std::make_unique<HeldTransport>();
-  HeldTransport& held = *transport;
-  World world(kDefaultKeepSeconds, {}, {.transport = std::move(transport)});
-  const Child child;
-  const Attached engine = world.Serve(child.process());
-  held.Hold();
-  world.Push(1, 'a');
-  REQUIRE(Eventually([&] { return held.held() == 1; }));
-  world.parts.attaches().Gone(engine.id, "its stream broke");
-
-  const Attached again = world.Attach(child.process());
-  const RegionId front = world.Share(again, world.front.fd);
-  const RegionId back = world.Share(again, world.back.fd);
-  std::vector<Answer> answers(Calls::kMaxOpening + 1);
-  for (Answer& answer : answers) {
+  Layout LayoutOfTensor(const std::string& tensor) const {
     Layout layout = LayoutOf(front, kElements);
-    layout.tensors = {{"w", DType::kUint8, {kElements}}};
+    layout.tensors = {{tensor, DType::kUint8, {kElements}}};
     layout.backs = {{front, back}};
+    return layout;
+  }
+  // Does not await the answer.
+  void Register(const Layout& layout, Answer& answer) {
     world.parts.calls().RegisterLayout(world.parts.daemon().NewCall(), again.caller(),
                                        /*as_engine=*/true, layout,
                                        [reply = answer.function()](const auto& registered) {
                                          reply(registered.status(), EmptyReply{});
                                        });
   }
+
+  std::unique_ptr<HeldTransport> transport = std::make_unique<HeldTransport>();
+  HeldTransport& held = *transport;
+  World world{kDefaultKeepSeconds, {}, {.transport = std::move(transport)}};
+  const Child child;
+  Attached again;
+  RegionId front;
+  RegionId back;
+};
+
+// The rank's process lives on, and registers at once a layout in which no tensor lies where the
+// copy of its last lease still writes.
+TEST_CASE("copies of a lease that has ended wrote to a back after its rank had registered again") {
+  AttachedAgain rank;
+  Layout layout = rank.LayoutOfTensor("v");
+  layout.pieces[0].byte_offset = kBytes / 2;
+  const bool withdraws = GENERATE(false, true);
+  layout.backs_differ = withdraws;
+  Answer answer;
+  rank.Register(layout, answer);
+  CHECK_FALSE(answer.came());
+  rank.held.Release();
+  const absl::Status status = answer.status();
+  CHECK(std::string(rank.world.back.data(), kElements) == rank.world.bytes);
+  if (!withdraws) {
+    CHECK(absl::IsFailedPrecondition(status));
+    CHECK_THAT(Message(status), Contains("differ within bytes 0 to 2048"));
+    return;
+  }
+  REQUIRE(status.ok());
+  std::memcpy(rank.world.back.data(), rank.world.front.data(), kBytes);
+  layout.backs_differ = false;
+  layout.binding_generation = 2;
+  CHECK(rank.world.Register(rank.again, layout).ok());
+}
+
+TEST_CASE("layouts that waited beyond the limit of calls were watched no longer (P4)") {
+  AttachedAgain rank;
+  std::vector<Answer> answers(Calls::kMaxOpening + 1);
+  for (Answer& answer : answers) rank.Register(rank.LayoutOfTensor("w"), answer);
   REQUIRE(answers.back().came());
   CHECK(absl::IsResourceExhausted(answers.back().status()));
   answers.pop_back();
   for (const Answer& answer : answers) CHECK_FALSE(answer.came());
-  held.Release();
+  rank.held.Release();
   int registered = 0;
   for (const Answer& answer : answers) registered += answer.status().ok() ? 1 : 0;
   CHECK(registered == 1);

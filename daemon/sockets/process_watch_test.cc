@@ -47,7 +47,7 @@ std::unique_ptr<ProcessWatch> NewWatch() {
   return std::move(*watch);
 }
 
-// As PeerOf gives them: without a pidfd if the process has ended.
+// Process returns the same credentials as PeerOf: they lack a pidfd if the process has ended.
 PeerCredentials Process(pid_t pid) {
   PeerCredentials process;
   process.pid = pid;

@@ -617,7 +617,8 @@ class CopyPlanner {
   }
 
  private:
-  // What computed pieces are computed from, as pieces: these lie in memory.
+  // HoldPieces makes a piece of each held source that a computed piece is computed from: such a
+  // source lies in memory.
   void HoldPieces() {
     for (const BoundPiece& piece : transfer_.source) {
       if (piece.held == nullptr) continue;
