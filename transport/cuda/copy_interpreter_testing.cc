@@ -40,10 +40,23 @@ copy_code::TaskSums Run(CopyKernel kernel, const CopyTask& task, uint32_t thread
 }  // namespace
 
 void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t threads) {
+  if (HasSmallBlocks(static_cast<DerivedKind>(task.kind))) {
+    for (uint32_t thread = 0; thread < threads; ++thread) {
+      const uint64_t digest = derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
+        return derive_code::StoreSmall<kDType, kWhole>(task, kTable.data(), thread, threads,
+                                                       launch.fault);
+      });
+      Add(launch.stored_sums, task.sum, digest);
+      Add(launch.source_sums, task.proof_sum, digest);
+    }
+    return;
+  }
   for (uint32_t block = 0; block < task.blocks; ++block) {
     uint32_t amax = 0;
     for (uint32_t thread = 0; thread < threads; ++thread) {
-      amax = std::max(amax, derive_code::Amax(task, block, thread, threads));
+      amax = std::max(amax, derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
+                        return derive_code::Amax<kDType, kWhole>(task, block, thread, threads);
+                      }));
     }
     derive::BlockScale scale;
     if (!derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale)) {
@@ -51,8 +64,10 @@ void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t thread
       continue;
     }
     for (uint32_t thread = 0; thread < threads; ++thread) {
-      const uint64_t digest =
-          derive_code::Store(task, block, scale, kTable.data(), thread, threads);
+      const uint64_t digest = derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
+        return derive_code::Store<kDType, kWhole>(task, block, scale, kTable.data(), thread,
+                                                  threads);
+      });
       Add(launch.stored_sums, task.sum, digest);
       Add(launch.source_sums, task.proof_sum, digest);
     }

@@ -47,21 +47,34 @@ Steps StepsOf(const Dims& strides, int64_t element_bytes) {
           .column = rank >= 1 ? strides[rank - 1] * element_bytes : 0};
 }
 
+// Blocks from `first` on, in one dimension, that are cut and windowed alike.
+struct Alike {
+  int64_t first = 0;
+  int64_t count = 0;
+  Range all;     // elements of the first block
+  Range window;  // those that are derived
+};
+
 class Cutter {
  public:
   Cutter(const DeriveMove& move, int64_t most, std::vector<DeriveTask>* tasks)
       : move_(move),
         held_(*move.source->held),
         derivation_(*held_.derivation),
+        scales_(derivation_.kind != DerivedKind::kCast && derivation_.role == DerivedRole::kScales),
         most_(most),
         tasks_(tasks),
-        begin_(tasks->size()),
-        block_(MatrixOf(BlockOf(derivation_))),
+        block_extents_(BlockOf(derivation_)),
+        block_(MatrixOf(block_extents_)),
+        shape_(MatrixOf(derivation_.from.shape)),
+        held_box_(MatrixOf(held_.box)),
+        box_(MatrixOf(*move.box)),
         held_bytes_(ElementBytes(derivation_.from.dtype)),
         element_bytes_(ElementBytes(move.source->dtype)),
+        index_strides_(RowMajorStrides(move.source->shape)),
         from_(StepsOf(held_.strides, held_bytes_)),
         to_(StepsOf(move.destination_strides, element_bytes_)),
-        index_(StepsOf(RowMajorStrides(move.source->shape), 1)) {}
+        index_(StepsOf(index_strides_, 1)) {}
 
   absl::Status Run() {
     const Box& box = *move_.box;
@@ -69,7 +82,8 @@ class Cutter {
     const size_t leading = box.offset.size() - std::min<size_t>(box.offset.size(), 2);
     at_ = box.offset;
     while (true) {
-      REFITD_RETURN_IF_ERROR(CutMatrix(MatrixOf(box)));
+      const bool whole = derivation_.kind == DerivedKind::kCast || HasSmallBlocks(derivation_.kind);
+      REFITD_RETURN_IF_ERROR(whole ? CutRows() : CutBlocks());
       size_t d = leading;
       while (d > 0 && at_[d - 1] + 1 == box.offset[d - 1] + box.extent[d - 1]) {
         at_[d - 1] = box.offset[d - 1];
@@ -82,91 +96,126 @@ class Cutter {
 
  private:
   // The sum over the leading dimensions of the distance from `from` to at_ times the stride.
-  int64_t Leading(const Dims& from, const Dims& strides) const {
+  int64_t Leading(const Dims* from, const Dims& strides) const {
     int64_t sum = 0;
-    for (size_t d = 0; d + 2 < at_.size(); ++d) sum += (at_[d] - from[d]) * strides[d];
+    for (size_t d = 0; d + 2 < at_.size(); ++d) {
+      sum += (at_[d] - (from == nullptr ? 0 : (*from)[d])) * strides[d];
+    }
     return sum;
   }
 
-  absl::Status CutMatrix(const Matrix& box) {
-    if (derivation_.kind == DerivedKind::kCast) return CutCast(box);
-    const bool scales = derivation_.role == DerivedRole::kScales;
-    const Range bands = scales ? box.rows : BlocksOf(box.rows, block_.rows.size());
-    const Range blocks = scales ? box.columns : BlocksOf(box.columns, block_.columns.size());
-    const Matrix shape = MatrixOf(derivation_.from.shape);
-    for (int64_t band = bands.begin; band < bands.end; ++band) {
-      for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-        const Matrix all = {.rows = Part(band, block_.rows.size(), shape.rows.end),
-                            .columns = Part(block, block_.columns.size(), shape.columns.end)};
-        const Matrix window = {.rows = Common(all.rows, box.rows),
-                               .columns = Common(all.columns, box.columns)};
-        REFITD_RETURN_IF_ERROR(scales ? Add(all,
-                                            {{all.rows.begin, all.rows.begin + 1},
-                                             {all.columns.begin, all.columns.begin + 1}},
-                                            {{band, band + 1}, {block, block + 1}})
-                                      : Add(all, window, window));
+  absl::Status CutBlocks() {
+    const std::vector<Alike> bands = AlikeIn(box_.rows, block_.rows.size(), shape_.rows.end);
+    const std::vector<Alike> blocks =
+        AlikeIn(box_.columns, block_.columns.size(), shape_.columns.end);
+    // Rows of a matrix that has one block a row are joined; else the blocks of a row.
+    if (block_.columns.size() >= shape_.columns.end) {
+      for (const Alike& band : bands) {
+        REFITD_RETURN_IF_ERROR(Add(band, blocks.front(), band.count, block_.rows.size(), 0));
+      }
+      return absl::OkStatus();
+    }
+    for (Alike band : bands) {
+      for (; band.count > 0; band = Next(band)) {
+        for (const Alike& block : blocks) {
+          REFITD_RETURN_IF_ERROR(Add(band, block, block.count, 0, block_.columns.size()));
+        }
       }
     }
     return absl::OkStatus();
   }
 
-  absl::Status CutCast(const Matrix& box) {
-    const int64_t columns = std::min(box.columns.size(), kTaskElements);
-    const int64_t rows = std::min(kMaxDeriveRows, std::max<int64_t>(1, kTaskElements / columns));
-    for (int64_t row = box.rows.begin; row < box.rows.end; row += rows) {
-      for (int64_t column = box.columns.begin; column < box.columns.end; column += columns) {
-        const Matrix all = {.rows = {row, std::min(row + rows, box.rows.end)},
-                            .columns = {column, std::min(column + columns, box.columns.end)}};
-        REFITD_RETURN_IF_ERROR(Add(all, all, all));
+  // Cuts casts, and kinds with small blocks, into parts of whole rows of the box, or of one row.
+  absl::Status CutRows() {
+    const int64_t block = block_.columns.size();
+    const int64_t unit = scales_ ? block : 1;  // elements of the source for an element of the box
+    // A multiple of the block, so that no block has two tasks.
+    const int64_t columns = std::min(box_.columns.end * unit, kTaskElements);
+    const int64_t rows = std::min(
+        kMaxDeriveRows, std::max<int64_t>(1, kTaskElements / (box_.columns.size() * unit)));
+    for (int64_t row = box_.rows.begin; row < box_.rows.end; row += rows) {
+      const Range all_rows = {row, std::min(row + rows, box_.rows.end)};
+      for (int64_t column = box_.columns.begin * unit; column < box_.columns.end * unit;) {
+        const int64_t end = std::min((column / block * block) + columns, box_.columns.end * unit);
+        const Range blocks = {column / block * block,
+                              std::min((end + block - 1) / block * block, shape_.columns.end)};
+        const Range window = scales_ ? Range{blocks.begin, blocks.begin + (end - column) / unit}
+                                     : Range{column, end};
+        REFITD_RETURN_IF_ERROR(
+            Add({row, 1, all_rows, all_rows}, {column / unit, 1, blocks, window}, 1, 0, 0));
+        column = end;
       }
     }
     return absl::OkStatus();
   }
 
-  static Range BlocksOf(Range elements, int64_t block) {
-    return {elements.begin / block, (elements.end + block - 1) / block};
-  }
-  static Range Part(int64_t number, int64_t block, int64_t end) {
-    return {number * block, std::min((number + 1) * block, end)};
-  }
-  static Range Common(Range a, Range b) {
-    return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
+  // Returns the blocks of a range, which is one of blocks if scales are derived, else of elements.
+  // Only the first and the last may differ from the others.
+  std::vector<Alike> AlikeIn(Range range, int64_t block, int64_t end) const {
+    std::vector<Alike> found;
+    const int64_t last = scales_ ? range.end : (range.end + block - 1) / block;
+    for (int64_t b = scales_ ? range.begin : range.begin / block; b < last; ++b) {
+      const Range all = {b * block, std::min((b + 1) * block, end)};
+      const Range window = {scales_ ? all.begin : std::max(all.begin, range.begin),
+                            scales_ ? all.begin + 1 : std::min(all.end, range.end)};
+      found.push_back({b, 1, all, window});
+      if (all.size() < block || (!scales_ && window.size() < block)) continue;
+      // Whole blocks follow, up to the range's and the tensor's last whole block.
+      const int64_t whole = std::min(scales_ ? last : range.end / block, end / block);
+      found.back().count = std::max<int64_t>(whole - b, 1);
+      b += found.back().count - 1;
+    }
+    return found;
   }
 
-  // Adds the block `all`, of which `window` is stored as `derived`, in elements of the derived
-  // tensor.
-  absl::Status Add(const Matrix& all, const Matrix& window, const Matrix& derived) {
-    const Matrix held = MatrixOf(held_.box);
-    const Matrix box = MatrixOf(*move_.box);
+  // The blocks after the first.
+  Alike Next(const Alike& alike) const {
+    const int64_t block = block_.rows.size();
+    return {alike.first + 1,
+            alike.count - 1,
+            {alike.all.begin + block, alike.all.end + block},
+            {alike.window.begin + block, alike.window.end + block}};
+  }
+
+  // Adds `count` blocks, of which each lies so many rows and columns of elements behind the last.
+  absl::Status Add(const Alike& band, const Alike& block, int64_t count, int64_t rows,
+                   int64_t columns) {
+    // In elements of the derived tensor.
+    const int64_t row = scales_ ? band.first : band.window.begin;
+    const int64_t column = scales_ ? block.first : block.window.begin;
+    const int64_t derived_rows = scales_ ? rows / block_.rows.size() : rows;
+    const int64_t derived_columns = scales_ ? columns / block_.columns.size() : columns;
     DeriveTask task;
     task.source = move_.held_address +
-                  static_cast<uint64_t>(Leading(held_.box.offset, held_.strides) * held_bytes_ +
-                                        (all.rows.begin - held.rows.begin) * from_.row +
-                                        (all.columns.begin - held.columns.begin) * from_.column);
+                  static_cast<uint64_t>(Leading(&held_.box.offset, held_.strides) * held_bytes_ +
+                                        (band.all.begin - held_box_.rows.begin) * from_.row +
+                                        (block.all.begin - held_box_.columns.begin) * from_.column);
     if (move_.destination != 0) {
       task.destination =
           move_.destination +
-          static_cast<uint64_t>(Leading(move_.box->offset, move_.destination_strides) *
-                                    element_bytes_ +
-                                (derived.rows.begin - box.rows.begin) * to_.row +
-                                (derived.columns.begin - box.columns.begin) * to_.column);
+          static_cast<uint64_t>(
+              Leading(&move_.box->offset, move_.destination_strides) * element_bytes_ +
+              (row - box_.rows.begin) * to_.row + (column - box_.columns.begin) * to_.column);
     }
-    const Dims zero(at_.size(), 0);
-    task.index = static_cast<uint64_t>(Leading(zero, RowMajorStrides(move_.source->shape)) +
-                                       derived.rows.begin * index_.row +
-                                       derived.columns.begin * index_.column);
+    task.index = static_cast<uint64_t>(Leading(nullptr, index_strides_) + row * index_.row +
+                                       column * index_.column);
     task.source_row = from_.row;
     task.source_column = from_.column;
+    task.source_block = HasSmallBlocks(derivation_.kind)
+                            ? shape_.columns.size() / block_.columns.size()
+                            : rows * from_.row + columns * from_.column;
     task.destination_row = to_.row;
     task.destination_column = to_.column;
+    task.destination_block = derived_rows * to_.row + derived_columns * to_.column;
     task.index_row = index_.row;
-    task.columns = static_cast<uint32_t>(all.columns.size());
-    task.first_column = static_cast<uint32_t>(window.columns.begin - all.columns.begin);
-    task.window_columns = static_cast<uint32_t>(window.columns.size());
-    task.rows = static_cast<uint16_t>(all.rows.size());
-    task.first_row = static_cast<uint16_t>(window.rows.begin - all.rows.begin);
-    task.window_rows = static_cast<uint16_t>(window.rows.size());
-    task.place = PlaceOf(all);
+    task.index_block = derived_rows * index_.row + derived_columns * index_.column;
+    task.columns = static_cast<uint32_t>(block.all.size());
+    task.first_column = static_cast<uint32_t>(block.window.begin - block.all.begin);
+    task.window_columns = static_cast<uint32_t>(block.window.size());
+    task.rows = static_cast<uint16_t>(band.all.size());
+    task.first_row = static_cast<uint16_t>(band.window.begin - band.all.begin);
+    task.window_rows = static_cast<uint16_t>(band.window.size());
+    task.place = PlaceOf(band.all.begin, block.all.begin);
     task.dtype = static_cast<uint8_t>(derivation_.from.dtype);
     task.role = derivation_.kind == DerivedKind::kCast ? static_cast<uint8_t>(move_.source->dtype)
                                                        : static_cast<uint8_t>(derivation_.role);
@@ -175,67 +224,55 @@ class Cutter {
     task.sum = move_.sum;
     task.proof_sum = move_.proof_sum;
     task.piece = move_.piece;
-    if (Joined(task)) return absl::OkStatus();
-    if (static_cast<int64_t>(tasks_->size()) >= most_) {
-      return Error(absl::StatusCode::kResourceExhausted,
-                   "\"{}\" would take more than {} tasks of a device", move_.source->name, most_);
+    const int64_t fit = kTaskElements / (int64_t{task.rows} * task.columns);
+    const int64_t step = std::clamp<int64_t>(fit, 1, kMaxDeriveBlocks);
+    for (int64_t done = 0; done < count; done += step) {
+      if (static_cast<int64_t>(tasks_->size()) >= most_) {
+        return Error(absl::StatusCode::kResourceExhausted,
+                     "\"{}\" would take more than {} tasks of a device", move_.source->name, most_);
+      }
+      task.blocks = static_cast<uint16_t>(std::min(step, count - done));
+      tasks_->push_back(task);
+      task.source += static_cast<uint64_t>(step * task.source_block);
+      if (task.destination != 0) {
+        task.destination += static_cast<uint64_t>(step * task.destination_block);
+      }
+      task.index += static_cast<uint64_t>(step * task.index_block);
+      task.place = Saturated(int64_t{task.place} + step);
     }
-    tasks_->push_back(task);
     return absl::OkStatus();
   }
 
-  // Adds the block to the task before it, if it follows the blocks there at the same distances.
-  bool Joined(const DeriveTask& task) {
-    if (derivation_.kind == DerivedKind::kCast || tasks_->size() == begin_) return false;
-    DeriveTask& last = tasks_->back();
-    const auto elements = int64_t{last.blocks + 1} * last.rows * last.columns;
-    if (last.blocks >= kMaxDeriveBlocks || elements > kTaskElements || last.rows != task.rows ||
-        last.columns != task.columns || last.first_row != task.first_row ||
-        last.first_column != task.first_column || last.window_rows != task.window_rows ||
-        last.window_columns != task.window_columns || task.place != last.place + last.blocks) {
-      return false;
-    }
-    const auto step = [&](uint64_t DeriveTask::*field) {
-      return static_cast<int64_t>(task.*field - last.*field);
-    };
-    const int64_t source = step(&DeriveTask::source);
-    const int64_t destination = step(&DeriveTask::destination);
-    const int64_t index = step(&DeriveTask::index);
-    if (last.blocks == 1) {
-      last.source_block = source;
-      last.destination_block = destination;
-      last.index_block = index;
-    } else if (source != last.blocks * last.source_block ||
-               destination != last.blocks * last.destination_block ||
-               index != last.blocks * last.index_block) {
-      return false;
-    }
-    ++last.blocks;
-    return true;
+  static uint32_t Saturated(int64_t place) {
+    return static_cast<uint32_t>(std::min<int64_t>(place, std::numeric_limits<uint32_t>::max()));
   }
 
-  uint32_t PlaceOf(const Matrix& all) const {
+  // The number of the block in which the element is (DeriveTask::place).
+  uint32_t PlaceOf(int64_t row, int64_t column) const {
     const Dims& shape = derivation_.from.shape;
-    const Dims block = BlockOf(derivation_);
     int64_t place = 0;
     for (size_t d = 0; d < shape.size(); ++d) {
-      const int64_t at = d + 2 < shape.size()   ? at_[d]
-                         : d + 1 < shape.size() ? all.rows.begin
-                                                : all.columns.begin;
-      place = place * ((shape[d] + block[d] - 1) / block[d]) + at / block[d];
+      const int64_t at = d + 2 < shape.size() ? at_[d] : d + 1 < shape.size() ? row : column;
+      const int64_t block = block_extents_[d];
+      place = place * ((shape[d] + block - 1) / block) + at / block;
     }
-    return static_cast<uint32_t>(std::min<int64_t>(place, std::numeric_limits<uint32_t>::max()));
+    return Saturated(place);
   }
 
   const DeriveMove& move_;
   const HeldPiece& held_;
   const Derivation& derivation_;
+  const bool scales_;
   const int64_t most_;
   std::vector<DeriveTask>* const tasks_;
-  const size_t begin_;  // of the move's tasks
+  const Dims block_extents_;
   const Matrix block_;
+  const Matrix shape_;  // of derivation_.from
+  const Matrix held_box_;
+  const Matrix box_;             // of the derived tensor
   const int64_t held_bytes_;     // of an element
   const int64_t element_bytes_;  // of the derived tensor
+  const Dims index_strides_;
   const Steps from_;
   const Steps to_;
   const Steps index_;

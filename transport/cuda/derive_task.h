@@ -9,20 +9,37 @@
 #include "transport/cuda/copy_task.h"
 #include "transport/plan/derived_kind.h"
 
+#if defined(__CUDACC__)
+#define REFITD_TASK_CODE __host__ __device__
+#else
+#define REFITD_TASK_CODE
+#endif
+
 namespace refitd {
 
 // The most rows and blocks of a task.
 inline constexpr int64_t kMaxDeriveRows = 1 << 15;
-inline constexpr int64_t kMaxDeriveBlocks = 64;
+inline constexpr int64_t kMaxDeriveBlocks = 1024;
+
+// Kinds whose blocks are so many elements of a row.
+inline constexpr uint32_t kSmallBlock = 32;  // elements of a row
+REFITD_TASK_CODE constexpr bool HasSmallBlocks(DerivedKind kind) {
+  return kind == DerivedKind::kMxFp8;
+}
 
 // Derives `blocks` quantisation blocks at equal distances. Each is `rows` x `columns` elements of
 // the trainers' tensor. Values: of each block the same window is stored. Scales: one element is
 // stored for each block. A cast has one block, and its window is the whole block. Addresses and
 // steps are multiples of the sizes of the elements there.
 //
+// Small blocks (kSmallBlock) come many at a time, beside one another in rows: `blocks` is 1, `rows`
+// x `columns` are the elements of all, and of these the window is stored, or, of scales,
+// `window_columns` elements for each row. `source_block` is the number of blocks that a row of the
+// trainers' tensor has, by which `place` grows from row to row.
+//
 // As in a copy, the digest of what is stored is added to stored_sums[sum] and
 // source_sums[proof_sum] where these are not kNoSum. A block without a result raises
-// CopyLaunch::fault, and nothing of it is stored.
+// CopyLaunch::fault; what is stored of it is not defined.
 struct alignas(16) DeriveTask {
   uint64_t source = 0;       // address of the first block's first element
   uint64_t destination = 0;  // address of the first element that is stored; 0: nothing is

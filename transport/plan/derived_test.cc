@@ -76,7 +76,7 @@ TEST_CASE("a derived tensor has the dtype and shape that its kind gives") {
              Contains("kind 77 is not known"));
   CHECK_THAT(
       fault(Derived("x", DType::kFloat8E4M3FN, {300, 256}, kWeight, DerivedKind::kFp8BlockPow2)),
-      Contains("takes multiples of 128 in the last two dimensions"));
+      Contains("takes whole blocks of 128 x 128"));
   CHECK_THAT(fault(Derived("x", DType::kFloat8E4M3FN, {8}, {"w", DType::kFloat32, {8}},
                            DerivedKind::kFp8Channel)),
              Contains("takes two dimensions or more"));
