@@ -1,9 +1,10 @@
 """Derived tensors on GPUs or the host: their bits beside torch's operators, and how long a refit takes that computes them.
 
   PYTHONPATH=$PWD/site python3 refitd-gpu/derived_bench.py [--models qwen3-4b,...] [--rounds N] [--elements N] [--kinds KIND,...] [--oracle FILE]
-      [--colocated] [--device cuda|cpu] [--layers N] [--json FILE]
+      [--ranks N] [--colocated] [--device cuda|cpu] [--layers N] [--json FILE]
 
-The trainer is this process, on the first GPU; the engine is a process of its own on the last, or (--colocated) on the first too.
+The trainer is this process, on the first GPU; the engine is a process of its own on the last, or (--colocated) on the first too. --ranks: so many
+trainer ranks have equal ranges of rows of each tensor, as FSDP gives them, so that they cut blocks; they share the GPUs in turns, all in this process.
 Bits: of each kind and each dtype of the source, --elements elements with zeros, ties, powers of two and blocks of very different sizes; whole tensors,
 windows of tensors, and edges of blocks. Both values and scales are compared. --oracle: a Python file whose `quantise(kind, weight)` returns the
 expected values and scales; without it the functions below do.
@@ -12,6 +13,7 @@ head stay bfloat16. Seconds are those of the trainer's call, medians. The first 
 quantise all weights on the trainer's GPU, which moves nothing. The rate of a copy of torch from the trainer's device to the engine's stands above the table."""
 
 import argparse
+import concurrent.futures
 import functools
 import importlib.util
 import json
@@ -24,6 +26,7 @@ import time
 import refitd
 import torch
 from refitd import testing
+from refitd.layout.cuda import device_uuid
 
 import baselines
 
@@ -264,7 +267,7 @@ def oracle_of(options):
     if not options.oracle:
         return quantise
     spec = importlib.util.spec_from_file_location("oracle", options.oracle)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["oracle"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.quantise
 
@@ -308,26 +311,47 @@ class Run:
     def __init__(self, options, daemon, name, case):
         self.device = "cpu" if options.device == "cpu" else "cuda:0"
         self.case = CASES[case[0]](*case[1:])
-        self.weights = [new(shape, dtype, self.device) for _, shape, dtype, _, _ in self.case.entries]
-        self.trainer = refitd.Trainer(name, socket=daemon.socket, device="host" if self.device == "cpu" else None)
-        self.trainer.register({entry[0]: weight for entry, weight in zip(self.case.entries, self.weights)})
+        ranks = options.ranks
+        self.trainers = []
+        self.shards = [[] for _ in self.case.entries]  # by entry: of each rank that has rows, the first row and the tensor
+        for rank in range(ranks):
+            device = "cpu" if self.device == "cpu" else "cuda:%d" % (rank % torch.cuda.device_count())
+            held = []
+            for (tensor, shape, dtype, _, _), shards in zip(self.case.entries, self.shards):
+                step = -(-shape[0] // ranks)
+                begin, end = min(rank * step, shape[0]), min((rank + 1) * step, shape[0])
+                if begin == end:
+                    continue
+                shards.append((begin, new((end - begin, *shape[1:]), dtype, device)))
+                held.append(refitd.Shard(tensor, shape, shards[-1][1], (begin,) + (0,) * (len(shape) - 1)))
+            trainer = refitd.Trainer(name, rank=rank, world_size=ranks, socket=daemon.socket, device="host" if self.device == "cpu" else device_uuid(device))
+            trainer.register(held)
+            self.trainers.append(trainer)
         self.peer = Peer(options, daemon, name, case)
         self.version = 0
         self.bytes = self.peer.line()["bytes"]
 
     def fill(self, version):
-        for number, weight in enumerate(self.weights):
-            bits_of = source(self.case, number, version, self.device)
-            weight.view(torch.uint8).copy_(bits_of.view(torch.uint8))
-        if self.device != "cpu":
-            torch.cuda.synchronize()
+        for number, shards in enumerate(self.shards):
+            made = source(self.case, number, version, self.device)
+            for begin, shard in shards:
+                shard.view(torch.uint8).copy_(made[begin : begin + shard.shape[0]].view(torch.uint8))
+        self.synchronize()
+
+    def synchronize(self):
+        for device in range(torch.cuda.device_count() if self.device != "cpu" else 0):
+            torch.cuda.synchronize(device)
 
     def refit(self, verification, compare):
         """One version of fresh values; returns the seconds of the call."""
         self.version += 1
         self.fill(self.version)
         began = time.monotonic()
-        self.trainer.refit(self.version, verification=verification)
+        if len(self.trainers) == 1:
+            self.trainers[0].refit(self.version, verification=verification)
+        else:
+            with concurrent.futures.ThreadPoolExecutor(len(self.trainers)) as pool:
+                list(pool.map(lambda trainer: trainer.refit(self.version, verification=verification), self.trainers))
         seconds = time.monotonic() - began
         wrong, first = self.peer.committed(compare)
         if wrong:
@@ -337,8 +361,9 @@ class Run:
 
     def close(self):
         self.peer.kill()
-        self.trainer.close()
-        self.weights = None
+        for trainer in self.trainers:
+            trainer.close()
+        self.shards = None
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
@@ -367,11 +392,10 @@ def torch_seconds(run, kind, oracle):
     taken = []
     for _ in range(3):
         began = time.monotonic()
-        for entry, weight in zip(run.case.entries, run.weights):
+        for entry, shards in zip(run.case.entries, run.shards):
             if entry[3]:
-                weight.to(torch.bfloat16) if kind == "cast" else oracle(kind, weight)
-        if run.device != "cpu":
-            torch.cuda.synchronize()
+                shards[0][1].to(torch.bfloat16) if kind == "cast" else oracle(kind, shards[0][1])
+        run.synchronize()
         taken.append(time.monotonic() - began)
     return statistics.median(taken)
 
@@ -421,7 +445,7 @@ def figures(options, daemon, found):
             total += run.wrong
             off = medians["off"]
             base[case] = off
-            beside = torch_seconds(run, case, oracle) if run.case.kind != "plain" else None
+            beside = torch_seconds(run, case, oracle) if run.case.kind != "plain" and options.ranks == 1 else None
             found.append({"model": model, "case": case, "bytes": run.bytes, "seconds": medians, "first": first, "torch": beside, "copy": rate})
             print("| %s | %s | %.2f | %.2f | %.2f | %.2f | %.2f | %.2f | %.2f | %.0f | %s |" % (
                 model, case, run.bytes / 2**30, off * 1e3, off / base.get("fp8", math.nan), off / base["bfloat16"], run.bytes / rate / off,
@@ -437,6 +461,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--elements", type=int, default=10**9, help="compared of each kind; 0: none")
     parser.add_argument("--kinds", help="default: all that the device has")
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--oracle", help="a file with quantise(kind, weight)")
     parser.add_argument("--colocated", action="store_true")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
