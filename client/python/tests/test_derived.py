@@ -205,15 +205,14 @@ class DerivedTest(DaemonTest):
             trainer.refit(1)
         self.assertIn(raised.value.tensor, ("q", "s"))
 
-    def test_a_kind_of_gpus_alone_is_refused_on_a_host(self):
+    def test_a_kind_of_gpus_alone_fails_on_a_host(self):
         shape = (128, 128)
         trainer, _ = self.trained(shape, torch.bfloat16)
         source = refitd.TensorSpec("w", "bfloat16", shape)
         values = {name: refitd.Derived(source, "fp8_block_inductor", role) for name, role in (("q", "values"), ("s", "scales"))}
         self.served([("q", shape, torch.float8_e4m3fn), ("s", (1, 1), torch.float32)], values)
-        with pytest.raises(refitd.FailedPrecondition, match="are computed by GPUs only") as raised:
+        with pytest.raises(refitd.UpdateAborted, match="are computed by GPUs only"):
             trainer.refit(1)
-        self.assertIn(raised.value.tensor, ("q", "s"))
 
     def test_a_push_does_not_bring_it_and_the_commit_names_it(self):
         shape = (128, 128)
