@@ -44,7 +44,7 @@ namespace refitd {
 struct NcclApi;  // what FindNccl (nccl.h) loads
 
 struct CudaTransportOptions {
-  // A multiprocessor runs one or two thread blocks of a copy kernel. 64 blocks fill a link. A copy
+  // A multiprocessor runs one to three thread blocks of a kernel. 64 blocks fill a link. A copy
   // within a device and a read-back are bound by the device's memory, which needs all
   // multiprocessors (blocks that find no multiprocessor cost nothing).
   int blocks = 64;

@@ -37,14 +37,14 @@ REFITD_DERIVE_CODE float FromFloat16(uint16_t x) {
 
 // ---- from float32, to nearest, ties to even ----
 
-// NaN becomes 0x7fc0, as in torch.
+// NaN becomes 0x7fc0. Torch's NaN differ by device and by the CPU's instructions.
 REFITD_DERIVE_CODE uint16_t ToBFloat16(float x) {
   const uint32_t bits = BitsOf(x);
   const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
-// From 65,520 on the result is infinite. NaN keeps its sign and becomes quiet: 0x7e00 or 0xfe00.
+// From 65,520 on the result is infinite. NaN keeps its sign and becomes 0x7e00 or 0xfe00.
 REFITD_DERIVE_CODE uint16_t ToFloat16(float x) {
   const uint32_t bits = BitsOf(x);
   const uint32_t sign = bits >> 16 & 0x8000;
@@ -96,7 +96,7 @@ REFITD_DERIVE_CODE float ApproximateReciprocal(float x) {
   asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
   return reciprocal;
 #else
-  return 1.0F / x;  // NeedsGpu(kind)
+  return 1.0F / x;  // Only tests on fake GPUs come here: hosts refuse the kind (NeedsGpu).
 #endif
 }
 
@@ -125,7 +125,7 @@ REFITD_DERIVE_CODE float PowerOfTwo(int biased) {
 
 // The scale of a block whose largest magnitude is `amax`, which must be finite.
 REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float amax) {
-  // Torch on CUDA divides by a number of Python's by multiplying by this.
+  // Where Python code divides a tensor by the number 448, torch on CUDA multiplies by this.
   constexpr float kPerMax = 1.0F / kE4M3Max;
   const float at_least = amax < 1e-4F ? 1e-4F : amax;
   BlockScale scale = {1.0F, 1.0F, false};
@@ -185,8 +185,8 @@ REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float amax) {
   return scale;
 }
 
-// x / y, rounded to nearest, but for results below 2^-11, which are right up to their last bit:
-// E4M3 makes zeros of all of them. 2^-20 <= y, `reciprocal`: 1 / y. A third of a division's
+// x / y, rounded to nearest; results below 2^-11 may be wrong in their last bit, and E4M3 makes
+// zeros of them. `y`: at least 2^-20; `reciprocal`: 1 / y. This takes a third of a division's
 // instructions: by Markstein's theorem one step with an exact remainder gives the nearest number.
 REFITD_DERIVE_CODE float Quotient(float x, float y, float reciprocal) {
   const float near = x * reciprocal;
