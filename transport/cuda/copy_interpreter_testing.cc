@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <vector>
 
 #include "transport/cuda/copy_code.h"
 #include "transport/cuda/derive_code.h"
@@ -39,11 +40,18 @@ copy_code::TaskSums Run(CopyKernel kernel, const CopyTask& task, uint32_t thread
 
 }  // namespace
 
-void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t threads) {
-  for (uint32_t block = 0; block < task.blocks; ++block) {
+void RunDerive(const CopyLaunch& launch, uint32_t number, uint32_t threads) {
+  const auto task = std::bit_cast<DeriveTask>(launch.tasks[number]);
+  std::vector<DeriveTask> parts;
+  for (uint32_t part = 0; part < task.parts; ++part) {
+    parts.push_back(std::bit_cast<DeriveTask>(launch.tasks[number + part]));
+  }
+  for (uint32_t block = 0; block < task.blocks && !parts.empty(); ++block) {
     uint32_t amax = 0;
     for (uint32_t thread = 0; thread < threads; ++thread) {
-      amax = std::max(amax, derive_code::Amax(task, block, thread, threads));
+      for (const DeriveTask& part : parts) {
+        amax = std::max(amax, derive_code::Amax(part, block, thread, threads));
+      }
     }
     derive::BlockScale scale;
     if (!derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale)) {
@@ -51,8 +59,10 @@ void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t thread
       continue;
     }
     for (uint32_t thread = 0; thread < threads; ++thread) {
-      const uint64_t digest =
-          derive_code::Store(task, block, scale, kTable.data(), thread, threads);
+      uint64_t digest = 0;
+      for (const DeriveTask& part : parts) {
+        digest += derive_code::Store(part, block, scale, kTable.data(), thread, threads);
+      }
       Add(launch.stored_sums, task.sum, digest);
       Add(launch.source_sums, task.proof_sum, digest);
     }
@@ -66,7 +76,7 @@ void RunTasks(const CopyLaunch& launch, uint32_t threads) {
     CopyTask task = launch.tasks[next / launch.slices];
     const CopyKernel kernel = KernelOf(task);
     if (kernel == CopyKernel::kDerive) {
-      RunDerive(std::bit_cast<DeriveTask>(task), launch, threads);
+      RunDerive(launch, next / launch.slices, threads);
       continue;
     }
     if (kernel == CopyKernel::kPlain) {

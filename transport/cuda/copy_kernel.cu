@@ -165,12 +165,19 @@ __device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
     FetchTask(launch, turn.number, &turn);
     __syncthreads();
     const DeriveTask& task = *reinterpret_cast<const DeriveTask*>(turn.task);
+    if (task.parts == 0) continue;
+    const auto* const parts = reinterpret_cast<const DeriveTask*>(launch.tasks) + turn.number;
     uint64_t digest = 0;
     for (uint32_t block = 0; block < task.blocks; ++block) {
       if (thread == 0) amax = 0;
       __syncthreads();
       if (task.kind != static_cast<uint8_t>(DerivedKind::kCast)) {
-        const uint32_t own = __reduce_max_sync(~0U, derive_code::Amax(task, block, thread, kCount));
+        uint32_t own = derive_code::Amax(task, block, thread, kCount);
+        REFITD_COPY_NO_UNROLL
+        for (uint32_t part = 1; part < task.parts; ++part) {
+          own = max(own, derive_code::Amax(parts[part], block, thread, kCount));
+        }
+        own = __reduce_max_sync(~0U, own);
         if (thread % 32 == 0) atomicMax(&amax, own);
         __syncthreads();
       }
@@ -181,6 +188,10 @@ __device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
       __syncthreads();
       if (!has_scale) continue;
       digest += derive_code::Store(task, block, scale, table, thread, kCount);
+      REFITD_COPY_NO_UNROLL
+      for (uint32_t part = 1; part < task.parts; ++part) {
+        digest += derive_code::Store(parts[part], block, scale, table, thread, kCount);
+      }
     }
     if (task.sum == kNoSum && task.proof_sum == kNoSum) continue;
     const uint64_t sum = WarpSum(digest);

@@ -10,6 +10,7 @@
 #include "transport/cuda/copy_interpreter_testing.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/derive/derive.h"
+#include "transport/derive/held_testing.h"
 #include "transport/digest/digest.h"
 
 namespace refitd {
@@ -101,7 +102,10 @@ struct World {
       std::memcpy(&memory[i], &bits, static_cast<size_t>(element));
     }
     const int64_t shift = Between(rng, 0, 3) * element;
-    held = std::make_shared<HeldPiece>(HeldPiece{derivation, part, strides, memory.data() + shift});
+    held = std::make_shared<HeldPiece>(HoldOne(derivation, part, strides, memory.data() + shift));
+    if (kind != DerivedKind::kCast && Between(rng, 0, 1) == 1) {
+      CutHeld(rng, static_cast<int>(Between(rng, 2, 12)), held.get(), &parts);
+    }
     box = *ComputableBox(*derivation, part);
     whole = box;
     for (size_t d = 0; d < box.offset.size(); ++d) {
@@ -123,8 +127,8 @@ struct World {
   Transfer MakeTransfer() {
     const Dims shape = ComputableBox(*derivation, WholeBox(derivation->from.shape))->extent;
     Transfer transfer;
-    transfer.source.push_back({to_dtype, shape, whole, RowMajorStrides(whole.extent),
-                               const_cast<char*>(held->data), "w.q", held});
+    transfer.source.push_back(
+        {to_dtype, shape, whole, RowMajorStrides(whole.extent), held->parts[0].data, "w.q", held});
     transfer.destinations.push_back({{to_dtype, shape, box, to_strides, at, "w.q"}});
     CopyMove move;
     move.box = box;
@@ -169,6 +173,7 @@ struct World {
   std::shared_ptr<HeldPiece> held;
   DType to_dtype = DType::kFloat32;
   std::vector<char> memory;
+  std::list<std::vector<char>> parts;
   Box box;    // what is moved
   Box whole;  // what can be
   Dims to_strides;
@@ -183,7 +188,7 @@ constexpr DType kFloats[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16}
 
 TEST_CASE("the kernel's code derives and digests what the host does") {
   Rng rng(1);
-  for (int round = 0; round < 200; ++round) {
+  for (int round = 0; round < 400; ++round) {
     const DerivedKind kind = kKinds[Between(rng, 0, 4)];
     const auto role = kind != DerivedKind::kCast && Between(rng, 0, 2) == 0 ? DerivedRole::kScales
                                                                             : DerivedRole::kValues;
@@ -222,7 +227,7 @@ TEST_CASE("blocks beside one another share a task") {
   const Dims shape = {1024, 4096};
   const auto derivation = std::make_shared<Derivation>(
       Derivation{{"w", DType::kBFloat16, shape}, DerivedKind::kFp8Block, DerivedRole::kValues});
-  const HeldPiece held{derivation, WholeBox(shape), RowMajorStrides(shape), nullptr};
+  const HeldPiece held = HoldOne(derivation, WholeBox(shape), RowMajorStrides(shape), nullptr);
   const BoundPiece source{DType::kFloat8E4M3FN,
                           shape,
                           WholeBox(shape),
@@ -235,7 +240,7 @@ TEST_CASE("blocks beside one another share a task") {
   const DeriveMove move{.source = &source,
                         .piece = 0,
                         .box = &all,
-                        .held_address = 1 << 20,
+                        .held_addresses = {1 << 20},
                         .destination = 1 << 30,
                         .destination_strides = RowMajorStrides(shape)};
   CHECK(AddDeriveTasks(move, 1000, &tasks).ok());
@@ -244,6 +249,53 @@ TEST_CASE("blocks beside one another share a task") {
   CHECK(tasks[1].place == 16);
   CHECK(AddDeriveTasks(move, 20, &tasks).code() == absl::StatusCode::kResourceExhausted);
   CHECK(ElementAt(*derivation, tasks[3].place) == Dims{128, 2048});
+}
+
+TEST_CASE("blocks that shards cut alike share tasks, one for each part") {
+  const Dims shape = {256, 1024};
+  const auto derivation = std::make_shared<Derivation>(
+      Derivation{{"w", DType::kBFloat16, shape}, DerivedKind::kFp8Block, DerivedRole::kValues});
+  HeldPiece held{derivation, {}};
+  const auto hold = [&](const Box& box) {
+    held.parts.push_back({DType::kBFloat16, shape, box, RowMajorStrides(box.extent), nullptr, "w"});
+  };
+  hold({{0, 0}, {200, 1024}});
+  hold({{200, 0}, {56, 1024}});
+  const auto tasks_of = [&](const HeldPiece& of, std::vector<DeriveTask>* tasks) {
+    const BoundPiece source{DType::kFloat8E4M3FN,           shape,   WholeBox(shape),
+                            RowMajorStrides(shape),         nullptr, "w.q",
+                            std::make_shared<HeldPiece>(of)};
+    const Box all = WholeBox(shape);
+    DeriveMove move{.source = &source,
+                    .piece = 0,
+                    .box = &all,
+                    .destination = 1 << 30,
+                    .destination_strides = RowMajorStrides(shape)};
+    for (size_t i = 0; i < of.parts.size(); ++i) move.held_addresses.push_back((i + 1) << 20);
+    return AddDeriveTasks(move, 1000, tasks);
+  };
+  std::vector<DeriveTask> tasks;
+  REQUIRE(tasks_of(held, &tasks).ok());
+  REQUIRE(tasks.size() == 3);  // eight blocks in one part, eight in two
+  CHECK(tasks[0].parts == 1);
+  CHECK(tasks[0].blocks == 8);
+  CHECK(tasks[1].parts == 2);
+  CHECK(tasks[1].blocks == 8);
+  CHECK(tasks[1].rows == 72);
+  CHECK(tasks[1].source == (1 << 20) + 128 * 1024 * 2);
+  CHECK(tasks[2].parts == 0);
+  CHECK(tasks[2].blocks == 8);
+  CHECK(tasks[2].rows == 56);
+  CHECK(tasks[2].source == 2 << 20);
+  CHECK(tasks[2].destination == (1 << 30) + 200 * 1024);
+
+  held.parts.pop_back();
+  for (int64_t row = 200; row < 256; ++row) {
+    for (int64_t column = 0; column < 1024; column += 16) hold({{row, column}, {1, 16}});
+  }
+  const absl::Status status = tasks_of(held, &tasks);
+  CHECK(status.code() == absl::StatusCode::kResourceExhausted);
+  CHECK(status.message() == "\"w.q\": a block of w lies in more than 255 pieces");
 }
 
 TEST_CASE("a block without a result is named, and nothing of it is stored") {
@@ -257,7 +309,7 @@ TEST_CASE("a block without a result is named, and nothing of it is stored") {
   std::vector<char> stored(256 * 384, 'x');
   auto* const data = reinterpret_cast<char*>(numbers.data());
   const auto held = std::make_shared<HeldPiece>(
-      HeldPiece{derivation, WholeBox(shape), RowMajorStrides(shape), data});
+      HoldOne(derivation, WholeBox(shape), RowMajorStrides(shape), data));
   Transfer transfer;
   transfer.source.push_back(
       {DType::kFloat8E4M3FN, shape, WholeBox(shape), RowMajorStrides(shape), data, "w.q", held});

@@ -14,11 +14,17 @@ namespace refitd {
 // The most rows and blocks of a task.
 inline constexpr int64_t kMaxDeriveRows = 1 << 15;
 inline constexpr int64_t kMaxDeriveBlocks = 64;
+// The most parts of a block. Shards of one row give 128.
+inline constexpr int64_t kMaxDeriveParts = 255;
 
 // Derives `blocks` quantisation blocks at equal distances. Each is `rows` x `columns` elements of
 // the trainers' tensor. Values: of each block the same window is stored. Scales: one element is
 // stored for each block. A cast has one block, and its window is the whole block. Addresses and
 // steps are multiples of the sizes of the elements there.
+//
+// Blocks that lie in several parts have a task for each part, one behind the other, of which the
+// first does the work of all. Each has its part of the blocks in the place of the blocks, and of
+// the window, which may be empty. Scales are those of the first.
 //
 // As in a copy, the digest of what is stored is added to stored_sums[sum] and
 // source_sums[proof_sum] where these are not kNoSum. A block without a result raises
@@ -43,7 +49,8 @@ struct alignas(16) DeriveTask {
   uint16_t rows = 0;
   uint16_t first_row = 0;
   uint16_t window_rows = 0;
-  uint16_t blocks = 1;
+  uint8_t blocks = 1;
+  uint8_t parts = 1;  // tasks of the blocks, with this one; 0: a task before this one does the work
   uint8_t dtype = 0;  // of the trainers' tensor: 2, 3 or 4, as refitd.v1.DType has them
   uint8_t role = 0;   // DerivedRole; of a cast: the dtype that it makes
   // From here on the fields lie where CopyTask has them.
