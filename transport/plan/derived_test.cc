@@ -163,6 +163,24 @@ TEST_CASE("a trainer's layout gets what it can compute") {
                       "float32 [300, 256]"));
 }
 
+TEST_CASE("what another rank holds under the same name in another form is not read") {
+  const Layout wants = Wants({kValues, kScales});
+  const std::vector<const Layout*> engines = {&wants};
+  const auto cut = std::make_shared<const Layout>(Holds(kWeight, {{{0, 0}, {200, 256}}}));
+  // It has the derived tensors too, so that it need not hold what they are derived from.
+  Layout other = Holds({"w", DType::kBFloat16, {76'800}}, {{{0}, {76'800}}});
+  other.tensors.push_back(kValues);
+  other.tensors.push_back(kScales);
+  DerivedLayouts derived(engines);
+  PlanWork work;
+  const auto extended =
+      *derived.Extend({cut, std::make_shared<const Layout>(std::move(other))}, &work);
+  REQUIRE(extended.layouts[0]->pieces.size() == 3);
+  CHECK(extended.layouts[0]->pieces[1].box == Box{{0, 0}, {128, 256}});
+  CHECK(extended.parts.empty());
+  CHECK(extended.layouts[1]->pieces.size() == 1);
+}
+
 TEST_CASE("pieces of one rank give the blocks that they have together, once") {
   const Layout wants = Wants({kValues, kScales});
   const std::vector<const Layout*> engines = {&wants};
