@@ -144,6 +144,26 @@ TEST_CASE("what crosses to another daemon is computed before it crosses") {
   CHECK(a.Resources().wire_bytes_sent() < 4 * bytes / 3);
 }
 
+TEST_CASE("a chain hands on what was computed of blocks that shards cut") {
+  Daemon a({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
+  Daemon b({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
+  Daemon c({"--listen-tcp=127.0.0.1:0", "--daemon-id=c"});
+  World world({&a, &a}, /*dimension=*/0, Cut::kColumns);
+  for (Daemon* const daemon : {&b, &c}) {
+    v1::EngineHello hello =
+        RawEngine::Hello("g", daemon == &b ? "b" : "c", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
+    hello.set_coordinator(a.address());
+    hello.set_wait_ms(30'000);
+    world.engines.push_back(
+        std::make_unique<Holder>(daemon->Connect(), hello, HoldWhole(world.model.served)));
+  }
+  CheckVersions(&world);
+  // It sends each byte once.
+  int64_t bytes = 0;
+  for (const TensorSpec& tensor : world.model.served) bytes += TensorBytes(tensor);
+  CHECK(a.Resources().wire_bytes_sent() < 4 * bytes * 4 / 3);
+}
+
 TEST_CASE("a number that can't be quantised fails the update and is named") {
   Daemon daemon;
   World world({&daemon, &daemon}, 0, GENERATE(Cut::kRows, Cut::kColumns, Cut::kBoth));
