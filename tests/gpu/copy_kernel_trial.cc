@@ -1,9 +1,11 @@
 // The copy kernel on a GPU: random tasks against the interpreter, bit for bit, then its rate
 // against the driver's own copies in the same run. With two GPUs, between them too.
 //
-//   copy_kernel_trial            # both parts
+//   copy_kernel_trial            # all parts
 //   copy_kernel_trial random     # the first: small, for compute-sanitizer
 //   copy_kernel_trial rates [GIB]
+//   copy_kernel_trial derived [GIB]  # rates of the derive kernel, of whose bits derived_bench.py
+//   tells
 //
 // Prints SKIPPED and exits with 0 if there is no GPU; exits with 1 at the first byte or digest that
 // is wrong.
@@ -23,9 +25,11 @@ int main() {
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -34,6 +38,8 @@ int main() {
 #include "transport/cuda/copy_kernel.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/cuda/copy_task.h"
+#include "transport/cuda/derive_plan.h"
+#include "transport/plan/derived.h"
 
 namespace refitd {
 namespace {
@@ -100,6 +106,8 @@ class Gpu {
       TRIAL_CALL(cuModuleGetFunction, &kernels_[k], module, kCopyKernelNames[k]);
     }
     next_ = Allocate(kCopyKernels * sizeof(uint32_t));
+    fault_ = Allocate(sizeof(uint64_t));
+    TRIAL_CALL(cuMemsetD8, fault_, 0, sizeof(uint64_t));
   }
 
   void Use() const { TRIAL_CALL(cuCtxSetCurrent, context_); }
@@ -138,7 +146,8 @@ class Gpu {
                      .slices = static_cast<CopyKernel>(k) == CopyKernel::kPlain ? slices : 1,
                      .next_task = reinterpret_cast<uint32_t*>(next_) + k,
                      .stored_sums = reinterpret_cast<unsigned long long*>(sums),
-                     .source_sums = reinterpret_cast<unsigned long long*>(sums + sum_count * 8)};
+                     .source_sums = reinterpret_cast<unsigned long long*>(sums + sum_count * 8),
+                     .fault = reinterpret_cast<unsigned long long*>(fault_)};
       first += counts[k];
     }
     // The legacy stream sets memory, and this stream does not wait for it.
@@ -160,6 +169,7 @@ class Gpu {
   CUevent end_ = nullptr;
   std::array<CUfunction, kCopyKernels> kernels_{};
   CUdeviceptr next_ = 0;
+  CUdeviceptr fault_ = 0;
   int processors_ = 0;
 };
 
@@ -535,14 +545,15 @@ void Table(const char* where, const Rates& rates) {
   }
 }
 
-CUdeviceptr RandomMemory(int64_t bytes) {
+// Fills `bytes` of a device's memory with random bits, of which those of `mask` stay.
+CUdeviceptr RandomMemory(int64_t bytes, uint64_t mask = ~uint64_t{0}) {
   Rng rng(std::random_device{}());
   constexpr int64_t kBlock = int64_t{64} << 20;
   std::vector<uint64_t> block(kBlock / 8);
-  for (uint64_t& word : block) word = rng();
+  for (uint64_t& word : block) word = rng() & mask;
   const CUdeviceptr at = Allocate(static_cast<size_t>(bytes));
   for (int64_t done = 0; done < bytes; done += kBlock) {
-    block[0] = rng();
+    block[0] = rng() & mask;
     TRIAL_CALL(cuMemcpyHtoD, at + static_cast<uint64_t>(done), block.data(),
                static_cast<size_t>(std::min(kBlock, bytes - done)));
   }
@@ -570,6 +581,120 @@ void RatesPart(std::vector<Gpu>* gpus, int64_t bytes) {
   Table("to a peer", rates);
 }
 
+// ---- derived tensors ----
+
+constexpr int64_t kColumns = 2560;  // of a matrix
+constexpr int64_t kRows = 4096;
+// Neither as float32 nor as a half do bits of this mask make an infinity or NaN.
+constexpr uint64_t kFinite = 0xbbffbbffbbffbbff;
+
+// The tasks of matrices. `with_scales`: of the values and the scales; else of the values.
+std::vector<CopyTask> MakeDeriveTasks(const Rates& rates, DerivedKind kind, DType dtype,
+                                      Digest digest, bool with_scales) {
+  const TensorSpec from = {.name = "w", .dtype = dtype, .shape = {kRows, kColumns}};
+  const int64_t bytes = kRows * kColumns * ElementBytes(dtype);
+  std::vector<DeriveTask> tasks;
+  int64_t to = 0;
+  for (int64_t at = 0; at + bytes <= rates.bytes; at += bytes) {
+    for (const DerivedRole role : {DerivedRole::kValues, DerivedRole::kScales}) {
+      if (role == DerivedRole::kScales && (!with_scales || kind == DerivedKind::kCast)) continue;
+      const auto derivation = std::make_shared<Derivation>(Derivation{from, kind, role});
+      TensorSpec spec = {.name = "d", .dtype = DType::kFloat8E4M3FN, .shape = from.shape};
+      if (kind == DerivedKind::kCast) spec.dtype = DType::kBFloat16;
+      if (role == DerivedRole::kScales) {
+        spec.dtype = DType::kFloat32;
+        const Dims block = BlockOf(*derivation);
+        for (size_t d = 0; d < block.size(); ++d)
+          spec.shape[d] = (spec.shape[d] + block[d] - 1) / block[d];
+      }
+      BoundPiece piece;
+      piece.name = spec.name;
+      piece.dtype = spec.dtype;
+      piece.shape = spec.shape;
+      BoundPiece held;
+      held.dtype = from.dtype;
+      held.shape = from.shape;
+      held.box = WholeBox(from.shape);
+      held.strides = RowMajorStrides(from.shape);
+      piece.held = std::make_shared<HeldPiece>(HeldPiece{derivation, {held}});
+      const Box box = WholeBox(spec.shape);
+      DeriveMove move = {
+          .source = &piece,
+          .box = &box,
+          .held_addresses = {rates.from + static_cast<uint64_t>(at)},
+          .destination = digest == Digest::kOnly ? 0 : rates.to + static_cast<uint64_t>(to),
+          .destination_strides = RowMajorStrides(spec.shape)};
+      if (digest != Digest::kNone) move.proof_sum = 0;
+      if (digest == Digest::kTransfer) move.sum = 0;
+      to += ElementCount(box) * ElementBytes(spec.dtype);
+      if (!AddDeriveTasks(move, int64_t{1} << 24, &tasks).ok()) Die("derive tasks", at);
+    }
+  }
+  std::vector<CopyTask> made;
+  for (const DeriveTask& task : tasks) made.push_back(std::bit_cast<CopyTask>(task));
+  return made;
+}
+
+void DerivedTable(const char* where, const Rates& rates) {
+  const double baseline = Baseline(rates);
+  std::printf("\n%s; driver's copy %.1f GB/s; GB/s of the source's bytes | of what is stored\n",
+              where, baseline);
+  const std::vector<int> blocks = {64, 132, 264, 396, 528, 660};
+  const struct {
+    const char* name;
+    DerivedKind kind;
+    DType dtype;
+  } kinds[] = {{"fp8_block of bfloat16", DerivedKind::kFp8Block, DType::kBFloat16},
+               {"fp8_block of float16", DerivedKind::kFp8Block, DType::kFloat16},
+               {"fp8_block of float32", DerivedKind::kFp8Block, DType::kFloat32},
+               {"fp8_block_pow2 of bfloat16", DerivedKind::kFp8BlockPow2, DType::kBFloat16},
+               {"fp8_channel of bfloat16", DerivedKind::kFp8Channel, DType::kBFloat16},
+               {"cast of float32", DerivedKind::kCast, DType::kFloat32}};
+  for (const auto& kind : kinds) {
+    for (const Digest digest : {Digest::kNone, Digest::kTransfer, Digest::kOnly}) {
+      for (const bool with_scales : {false, true}) {
+        if (with_scales && kind.kind == DerivedKind::kCast) continue;
+        std::vector<CopyTask> tasks =
+            MakeDeriveTasks(rates, kind.kind, kind.dtype, digest, with_scales);
+        const Counts counts = SortByKernel(&tasks);
+        const CUdeviceptr on_gpu = Upload(tasks);
+        std::printf("%-27s %-14s %-6s", kind.name, Name(digest), with_scales ? "scales" : "");
+        for (const int n : blocks) {
+          std::vector<float> times;
+          for (int round = 0; round < 4; ++round) {
+            times.push_back(rates.gpu->Launch(on_gpu, counts, 1, n, rates.sums, 1));
+          }
+          const double rate = static_cast<double>(rates.bytes) / Median(times) / 1e6;
+          const double stored = rate * (kind.kind == DerivedKind::kCast ? 2 : 1) /
+                                static_cast<double>(ElementBytes(kind.dtype));
+          std::printf(" | %3d: %4.0f %4.0f", n, rate, stored);
+        }
+        std::puts("");
+        TRIAL_CALL(cuMemFree, on_gpu);
+      }
+    }
+  }
+}
+
+void DerivedPart(std::vector<Gpu>* gpus, int64_t bytes) {
+  Gpu& gpu = (*gpus)[0];
+  gpu.Use();
+  Rates rates = {.gpu = &gpu,
+                 .from = RandomMemory(bytes, kFinite),
+                 .to = Allocate(static_cast<size_t>(bytes)),
+                 .sums = Allocate(64),
+                 .bytes = bytes};
+  DerivedTable("on one GPU", rates);
+  if (gpus->size() < 2) return;
+  (*gpus)[1].Use();
+  rates.to = Allocate(static_cast<size_t>(bytes));
+  gpu.Use();
+  // An error says that the part before did this.
+  static const auto enable = TRIAL_SYMBOL(cuCtxEnablePeerAccess);
+  (void)enable((*gpus)[1].context(), 0);
+  DerivedTable("to a peer", rates);
+}
+
 int Main(int argc, char** argv) {
   const int devices = Devices();
   if (devices == 0) {
@@ -580,8 +705,11 @@ int Main(int argc, char** argv) {
   const std::string part = argc > 1 ? argv[1] : "";
   std::vector<Gpu> gpus;
   for (int i = 0; i < std::min(devices, 2); ++i) gpus.emplace_back(i);
-  if (part != "rates") RandomPart(&gpus[0]);
-  if (part != "random") RatesPart(&gpus, (argc > 2 ? std::atoll(argv[2]) : 4) << 30);
+  const int64_t bytes = (argc > 2 ? std::atoll(argv[2]) : 4) << 30;
+  const auto runs = [&part](const char* name) { return part.empty() || part == name; };
+  if (runs("random")) RandomPart(&gpus[0]);
+  if (runs("rates")) RatesPart(&gpus, bytes);
+  if (runs("derived")) DerivedPart(&gpus, bytes);
   std::puts("OK");
   return 0;
 }

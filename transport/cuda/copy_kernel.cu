@@ -147,14 +147,101 @@ __device__ __forceinline__ void RunPlainTasks(const CopyLaunch& launch) {
   }
 }
 
-// Does what RunTasks does for DeriveTasks, one block of values after the other.
-__device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
+// Does one thread's part of the blocks of a DeriveTask, and returns its digest. By warps, each block
+// is taken by one; else all by the whole thread block, one after the other. amax_of(block, thread,
+// threads) and store(block, scale, thread, threads) are a thread's part of a block. `most`: two
+// arrays of a number for each warp.
+template <typename AmaxOf, typename Store>
+__device__ __forceinline__ uint64_t RunBlocks(const DeriveTask& task, const CopyLaunch& launch,
+                                              bool by_warps, uint32_t* most, const AmaxOf& amax_of,
+                                              const Store& store) {
   constexpr uint32_t kCount = kThreads<CopyKernel::kDerive>;
+  constexpr uint32_t kWarps = kCount / 32;
+  const uint32_t warp = threadIdx.x / 32;
+  const uint32_t threads = by_warps ? 32 : kCount;
+  const uint32_t thread = threadIdx.x % threads;
+  uint64_t digest = 0;
+  for (uint32_t block = by_warps ? warp : 0; block < task.blocks; block += by_warps ? kWarps : 1) {
+    uint32_t amax = __reduce_max_sync(~0U, amax_of(block, thread, threads));
+    if (!by_warps) {
+      // No second barrier is needed: the next block's numbers go to the other array, and this array
+      // is written again only after the next block's barrier.
+      uint32_t* const warps = most + block % 2 * kWarps;
+      if (threadIdx.x % 32 == 0) warps[warp] = amax;
+      __syncthreads();
+#pragma unroll
+      for (uint32_t w = 0; w < kWarps; ++w) amax = max(amax, warps[w]);
+    }
+    derive::BlockScale scale;
+    if (!derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale)) {
+      if (thread == 0) atomicMax(launch.fault, derive_code::FaultOf(task, block));
+      continue;
+    }
+    digest += store(block, scale, thread, threads);
+  }
+  return digest;
+}
+
+// Does one thread's part of a DeriveTask whose blocks have one part, and returns its digest.
+template <uint8_t kDType, bool kWhole>
+__device__ __forceinline__ uint64_t RunDerive(const DeriveTask& task, const CopyLaunch& launch,
+                                              const uint32_t* table, uint32_t* most) {
+  constexpr uint32_t kCount = kThreads<CopyKernel::kDerive>;
+  if (task.kind == static_cast<uint8_t>(DerivedKind::kCast)) {
+    return derive_code::Store<kDType, kWhole>(task, 0, {}, table, threadIdx.x, kCount);
+  }
+  if (HasSmallBlocks(static_cast<DerivedKind>(task.kind))) {
+    unsigned long long fault = 0;
+    const uint64_t digest =
+        derive_code::StoreSmall<kDType, kWhole>(task, table, threadIdx.x, kCount, &fault);
+    if (fault != 0) atomicMax(launch.fault, fault);
+    return digest;
+  }
+  return RunBlocks(
+      task, launch, /*by_warps=*/task.rows == 1, most,
+      [&](uint32_t block, uint32_t thread, uint32_t threads) {
+        return derive_code::Amax<kDType, kWhole>(task, block, thread, threads);
+      },
+      [&](uint32_t block, const derive::BlockScale& scale, uint32_t thread, uint32_t threads) {
+        return derive_code::Store<kDType, kWhole>(task, block, scale, table, thread, threads);
+      });
+}
+
+// Does the same for blocks of several parts. `parts`: the task and those behind it.
+__device__ __forceinline__ uint64_t RunParts(const DeriveTask* parts, const CopyLaunch& launch,
+                                             const uint32_t* table, uint32_t* most) {
+  const uint32_t count = parts->parts;
+  return RunBlocks(
+      *parts, launch, /*by_warps=*/parts->kind == static_cast<uint8_t>(DerivedKind::kFp8Channel),
+      most,
+      [&](uint32_t block, uint32_t thread, uint32_t threads) {
+        uint32_t amax = 0;
+        REFITD_COPY_NO_UNROLL
+        for (uint32_t part = 0; part < count; ++part) {
+          amax = max(amax, derive_code::Choose(parts[part], [&]<uint8_t kDType, bool kWhole> {
+                       return derive_code::Amax<kDType, kWhole>(parts[part], block, thread, threads);
+                     }));
+        }
+        return amax;
+      },
+      [&](uint32_t block, const derive::BlockScale& scale, uint32_t thread, uint32_t threads) {
+        uint64_t digest = 0;
+        REFITD_COPY_NO_UNROLL
+        for (uint32_t part = 0; part < count; ++part) {
+          digest += derive_code::Choose(parts[part], [&]<uint8_t kDType, bool kWhole> {
+            return derive_code::Store<kDType, kWhole>(parts[part], block, scale, table, thread,
+                                                      threads);
+          });
+        }
+        return digest;
+      });
+}
+
+// Does what RunTasks does for DeriveTasks.
+__device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
   __shared__ uint32_t table[copy_code::kTableWords];
   __shared__ Turn turn;
-  __shared__ uint32_t amax;
-  __shared__ derive::BlockScale scale;
-  __shared__ bool has_scale;
+  __shared__ uint32_t most[2 * kMostWarps];
   const uint32_t thread = threadIdx.x;
   if (thread < copy_code::kTableWords) table[thread] = copy_code::TableWord(thread);
   while (true) {
@@ -166,33 +253,13 @@ __device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
     __syncthreads();
     const DeriveTask& task = *reinterpret_cast<const DeriveTask*>(turn.task);
     if (task.parts == 0) continue;
-    const auto* const parts = reinterpret_cast<const DeriveTask*>(launch.tasks) + turn.number;
-    uint64_t digest = 0;
-    for (uint32_t block = 0; block < task.blocks; ++block) {
-      if (thread == 0) amax = 0;
-      __syncthreads();
-      if (task.kind != static_cast<uint8_t>(DerivedKind::kCast)) {
-        uint32_t own = derive_code::Amax(task, block, thread, kCount);
-        REFITD_COPY_NO_UNROLL
-        for (uint32_t part = 1; part < task.parts; ++part) {
-          own = max(own, derive_code::Amax(parts[part], block, thread, kCount));
-        }
-        own = __reduce_max_sync(~0U, own);
-        if (thread % 32 == 0) atomicMax(&amax, own);
-        __syncthreads();
-      }
-      if (thread == 0) {
-        has_scale = derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale);
-        if (!has_scale) atomicMax(launch.fault, derive_code::FaultOf(task, block));
-      }
-      __syncthreads();
-      if (!has_scale) continue;
-      digest += derive_code::Store(task, block, scale, table, thread, kCount);
-      REFITD_COPY_NO_UNROLL
-      for (uint32_t part = 1; part < task.parts; ++part) {
-        digest += derive_code::Store(parts[part], block, scale, table, thread, kCount);
-      }
-    }
+    const uint64_t digest =
+        task.parts > 1
+            ? RunParts(reinterpret_cast<const DeriveTask*>(launch.tasks + turn.number), launch,
+                       table, most)
+            : derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
+                return RunDerive<kDType, kWhole>(task, launch, table, most);
+              });
     if (task.sum == kNoSum && task.proof_sum == kNoSum) continue;
     const uint64_t sum = WarpSum(digest);
     if (thread % 32 != 0) continue;

@@ -585,9 +585,10 @@ class ShareJob : public DeviceJob {
     size_t first = 0;
     for (int k = 0; k < kCopyKernels; ++k) {
       const auto kernel = static_cast<CopyKernel>(k);
-      // Tasks of elements that lie apart keep multiprocessors busy whatever link their bytes cross,
-      // so they always get many blocks.
-      const bool many = part_.tasks->local || kernel == CopyKernel::kApart;
+      // Tasks of elements that lie apart, and of derived tensors, keep multiprocessors busy
+      // whatever link their bytes cross, so they always get many blocks.
+      const bool many =
+          part_.tasks->local || kernel == CopyKernel::kApart || kernel == CopyKernel::kDerive;
       REFITD_RETURN_IF_ERROR(Launch(*streams, kernel, MakeLaunch(first, kernel),
                                     many ? options.local_blocks : options.blocks));
       first += part_.tasks->counts[static_cast<size_t>(k)];

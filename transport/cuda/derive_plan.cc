@@ -11,9 +11,7 @@
 namespace refitd {
 namespace {
 
-using derive::BlocksOf;
 using derive::Common;
-using derive::ElementsOf;
 using derive::LeadingDistance;
 using derive::Matrix;
 using derive::MatrixOf;
@@ -34,27 +32,37 @@ Steps StepsOf(const Dims& strides, int64_t element_bytes) {
           .column = rank >= 1 ? strides[rank - 1] * element_bytes : 0};
 }
 
+// Blocks from `first` on, in one dimension, that are cut and windowed alike.
+struct Alike {
+  int64_t first = 0;
+  int64_t count = 0;
+  Range all;     // elements of the first block
+  Range window;  // those that are derived
+};
+
 class Cutter {
  public:
   Cutter(const DeriveMove& move, int64_t most, std::vector<DeriveTask>* tasks)
       : move_(move),
         derivation_(*move.source->held->derivation),
+        scales_(derivation_.kind != DerivedKind::kCast && derivation_.role == DerivedRole::kScales),
         most_(most),
         tasks_(tasks),
-        block_(MatrixOf(BlockOf(derivation_))),
+        block_extents_(BlockOf(derivation_)),
+        block_(MatrixOf(block_extents_)),
         shape_(MatrixOf(derivation_.from.shape)),
         box_(MatrixOf(*move.box)),
         held_bytes_(ElementBytes(derivation_.from.dtype)),
         element_bytes_(ElementBytes(move.source->dtype)),
-        strides_(RowMajorStrides(move.source->shape)),
+        index_strides_(RowMajorStrides(move.source->shape)),
         zero_(move.source->shape.size(), 0),
         to_(StepsOf(move.destination_strides, element_bytes_)),
-        index_(StepsOf(strides_, 1)) {
+        index_(StepsOf(index_strides_, 1)) {
     for (size_t i = 0; i < move.source->held->parts.size(); ++i) {
       const BoundPiece& part = move.source->held->parts[i];
       parts_.push_back({.piece = &part,
                         .address = move.held_addresses[i],
-                        .matrix = MatrixOf(part.box),
+                        .box = MatrixOf(part.box),
                         .steps = StepsOf(part.strides, held_bytes_)});
     }
   }
@@ -62,9 +70,14 @@ class Cutter {
   absl::Status Run() {
     absl::Status status;
     if (ElementCount(*move_.box) == 0) return status;
+    const Box blocks = ComputedFrom(derivation_, *move_.box);
+    const auto whole = std::find_if(parts_.begin(), parts_.end(), [&blocks](const Part& part) {
+      return Intersect(part.piece->box, blocks) == blocks;
+    });
+    const bool rows = derivation_.kind == DerivedKind::kCast || HasSmallBlocks(derivation_.kind);
     derive::ForEachMatrix(*move_.box, [&](const Dims& at) {
       at_ = at;
-      status = CutMatrix();
+      status = whole == parts_.end() ? CutParts() : rows ? CutRows(*whole) : CutBlocks(*whole);
       return status.ok();
     });
     return status;
@@ -74,63 +87,198 @@ class Cutter {
   struct Part {
     const BoundPiece* piece = nullptr;
     uint64_t address = 0;
-    Matrix matrix;
+    Matrix box;
     Steps steps;
   };
 
-  absl::Status CutMatrix() {
-    if (move_.destination != 0) {
-      destination_ =
-          move_.destination +
-          static_cast<uint64_t>(LeadingDistance(at_, move_.box->offset, move_.destination_strides) *
-                                element_bytes_);
+  absl::Status CutBlocks(const Part& part) {
+    const std::vector<Alike> bands = AlikeIn(box_.rows, block_.rows.size(), shape_.rows.end);
+    const std::vector<Alike> blocks =
+        AlikeIn(box_.columns, block_.columns.size(), shape_.columns.end);
+    // Rows of a matrix that has one block a row are joined; else the blocks of a row.
+    if (block_.columns.size() >= shape_.columns.end) {
+      for (const Alike& band : bands) {
+        REFITD_RETURN_IF_ERROR(Add(part, band, blocks.front(), band.count, block_.rows.size(), 0));
+      }
+      return absl::OkStatus();
     }
-    first_index_ = LeadingDistance(at_, zero_, strides_);
-    if (derivation_.kind == DerivedKind::kCast) return CutCast();
-    const bool scales = derivation_.role == DerivedRole::kScales;
-    const Range bands = scales ? box_.rows : BlocksOf(box_.rows, block_.rows.size());
-    const Range blocks = scales ? box_.columns : BlocksOf(box_.columns, block_.columns.size());
-    for (int64_t band = bands.begin; band < bands.end; ++band) {
-      for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-        const Matrix all = {
-            .rows = ElementsOf(band, block_.rows.size(), shape_.rows.end),
-            .columns = ElementsOf(block, block_.columns.size(), shape_.columns.end)};
-        REFITD_RETURN_IF_ERROR(
-            scales ? AddScale(all, {.rows = {band, band + 1}, .columns = {block, block + 1}})
-                   : AddValues(all, Common(all, box_)));
+    for (Alike band : bands) {
+      for (; band.count > 0; band = Next(band, block_.rows.size())) {
+        for (const Alike& block : blocks) {
+          REFITD_RETURN_IF_ERROR(Add(part, band, block, block.count, 0, block_.columns.size()));
+        }
       }
     }
     return absl::OkStatus();
   }
 
-  absl::Status CutCast() {
-    const int64_t columns = std::min(box_.columns.size(), kTaskElements);
-    const int64_t rows = std::min(kMaxDeriveRows, std::max<int64_t>(1, kTaskElements / columns));
+  // Cuts blocks that lie in several parts.
+  absl::Status CutParts() {
+    const std::vector<Alike> blocks =
+        AlikeIn(box_.columns, block_.columns.size(), shape_.columns.end);
+    for (Alike band : AlikeIn(box_.rows, block_.rows.size(), shape_.rows.end)) {
+      for (; band.count > 0; band = Next(band, block_.rows.size())) {
+        for (Alike block : blocks) {
+          for (; block.count > 0; block = Next(block, block_.columns.size())) {
+            REFITD_RETURN_IF_ERROR(AddParts(band, block));
+          }
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Cuts casts, and kinds with small blocks, into parts of whole rows of the box, or of one row.
+  absl::Status CutRows(const Part& part) {
+    const int64_t block = block_.columns.size();
+    const int64_t unit = scales_ ? block : 1;  // elements of the source for an element of the box
+    // A multiple of the block, so that no block has two tasks.
+    const int64_t columns = std::min(box_.columns.end * unit, kTaskElements);
+    const int64_t rows = std::min(
+        kMaxDeriveRows, std::max<int64_t>(1, kTaskElements / (box_.columns.size() * unit)));
     for (int64_t row = box_.rows.begin; row < box_.rows.end; row += rows) {
-      for (int64_t column = box_.columns.begin; column < box_.columns.end; column += columns) {
-        const Matrix all = {.rows = {row, std::min(row + rows, box_.rows.end)},
-                            .columns = {column, std::min(column + columns, box_.columns.end)}};
-        REFITD_RETURN_IF_ERROR(AddValues(all, all));
+      const Range all_rows = {row, std::min(row + rows, box_.rows.end)};
+      for (int64_t column = box_.columns.begin * unit; column < box_.columns.end * unit;) {
+        const int64_t end = std::min((column / block * block) + columns, box_.columns.end * unit);
+        const Range blocks = {column / block * block,
+                              std::min((end + block - 1) / block * block, shape_.columns.end)};
+        const Range window = scales_ ? Range{blocks.begin, blocks.begin + (end - column) / unit}
+                                     : Range{column, end};
+        REFITD_RETURN_IF_ERROR(
+            Add(part, {row, 1, all_rows, all_rows}, {column / unit, 1, blocks, window}, 1, 0, 0));
+        column = end;
       }
     }
     return absl::OkStatus();
   }
 
-  // Calls add(part, held) for each part of the block, with the part's elements of it.
-  template <typename AddPart>
-  absl::Status ForParts(const Matrix& block, const AddPart& add) {
+  // Returns the blocks of a range, which is one of blocks if scales are derived, else of elements.
+  // Only the first and the last may differ from the others.
+  std::vector<Alike> AlikeIn(Range range, int64_t block, int64_t end) const {
+    std::vector<Alike> found;
+    const int64_t last = scales_ ? range.end : (range.end + block - 1) / block;
+    for (int64_t b = scales_ ? range.begin : range.begin / block; b < last; ++b) {
+      const Range all = {b * block, std::min((b + 1) * block, end)};
+      const Range window = {scales_ ? all.begin : std::max(all.begin, range.begin),
+                            scales_ ? all.begin + 1 : std::min(all.end, range.end)};
+      found.push_back({b, 1, all, window});
+      if (all.size() < block || (!scales_ && window.size() < block)) continue;
+      // Whole blocks follow, up to the range's and the tensor's last whole block.
+      const int64_t whole = std::min(scales_ ? last : range.end / block, end / block);
+      found.back().count = std::max<int64_t>(whole - b, 1);
+      b += found.back().count - 1;
+    }
+    return found;
+  }
+
+  // The blocks, of `block` elements, after the first.
+  static Alike Next(const Alike& alike, int64_t block) {
+    return {alike.first + 1,
+            alike.count - 1,
+            {alike.all.begin + block, alike.all.end + block},
+            {alike.window.begin + block, alike.window.end + block}};
+  }
+
+  // The first task of blocks of which each lies so many rows and columns of elements behind the
+  // last.
+  DeriveTask TaskOf(const Part& part, const Alike& band, const Alike& block, int64_t rows,
+                    int64_t columns) const {
+    // In elements of the derived tensor.
+    const int64_t row = scales_ ? band.first : band.window.begin;
+    const int64_t column = scales_ ? block.first : block.window.begin;
+    const int64_t derived_rows = scales_ ? rows / block_.rows.size() : rows;
+    const int64_t derived_columns = scales_ ? columns / block_.columns.size() : columns;
+    DeriveTask task;
+    task.source =
+        part.address +
+        static_cast<uint64_t>(LeadingDistance(at_, part.piece->box.offset, part.piece->strides) *
+                                  held_bytes_ +
+                              (band.all.begin - part.box.rows.begin) * part.steps.row +
+                              (block.all.begin - part.box.columns.begin) * part.steps.column);
+    if (move_.destination != 0) {
+      task.destination =
+          move_.destination +
+          static_cast<uint64_t>(
+              LeadingDistance(at_, move_.box->offset, move_.destination_strides) * element_bytes_ +
+              (row - box_.rows.begin) * to_.row + (column - box_.columns.begin) * to_.column);
+    }
+    task.index = static_cast<uint64_t>(LeadingDistance(at_, zero_, index_strides_) +
+                                       row * index_.row + column * index_.column);
+    task.source_row = part.steps.row;
+    task.source_column = part.steps.column;
+    task.source_block = HasSmallBlocks(derivation_.kind)
+                            ? shape_.columns.size() / block_.columns.size()
+                            : rows * part.steps.row + columns * part.steps.column;
+    task.destination_row = to_.row;
+    task.destination_column = to_.column;
+    task.destination_block = derived_rows * to_.row + derived_columns * to_.column;
+    task.index_row = index_.row;
+    task.index_block = derived_rows * index_.row + derived_columns * index_.column;
+    task.columns = static_cast<uint32_t>(block.all.size());
+    task.first_column = static_cast<uint32_t>(block.window.begin - block.all.begin);
+    task.window_columns = static_cast<uint32_t>(block.window.size());
+    task.rows = static_cast<uint16_t>(band.all.size());
+    task.first_row = static_cast<uint16_t>(band.window.begin - band.all.begin);
+    task.window_rows = static_cast<uint16_t>(band.window.size());
+    task.place = PlaceOf(band.all.begin, block.all.begin);
+    task.dtype = static_cast<uint8_t>(derivation_.from.dtype);
+    task.role = derivation_.kind == DerivedKind::kCast ? static_cast<uint8_t>(move_.source->dtype)
+                                                       : static_cast<uint8_t>(derivation_.role);
+    task.element_bytes = static_cast<uint8_t>(element_bytes_);
+    task.kind = static_cast<uint8_t>(derivation_.kind);
+    task.sum = move_.sum;
+    task.proof_sum = move_.proof_sum;
+    task.piece = move_.piece;
+    return task;
+  }
+
+  // Adds `count` blocks, of which each lies so many rows and columns of elements behind the last.
+  absl::Status Add(const Part& part, const Alike& band, const Alike& block, int64_t count,
+                   int64_t rows, int64_t columns) {
+    DeriveTask task = TaskOf(part, band, block, rows, columns);
+    const int64_t fit = kTaskElements / (int64_t{task.rows} * task.columns);
+    const int64_t step = std::clamp<int64_t>(fit, 1, kMaxDeriveBlocks);
+    for (int64_t done = 0; done < count; done += step) {
+      REFITD_RETURN_IF_ERROR(CheckRoom(1));
+      task.blocks = static_cast<uint16_t>(std::min(step, count - done));
+      tasks_->push_back(task);
+      task.source += static_cast<uint64_t>(step * task.source_block);
+      if (task.destination != 0) {
+        task.destination += static_cast<uint64_t>(step * task.destination_block);
+      }
+      task.index += static_cast<uint64_t>(step * task.index_block);
+      task.place = Saturated(int64_t{task.place} + step);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckRoom(int64_t tasks) const {
+    if (std::ssize(*tasks_) + tasks <= most_) return absl::OkStatus();
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "\"{}\" would take more than {} tasks of a device", move_.source->name, most_);
+  }
+
+  // Adds the first block of `band` and `block`, with a task for each part.
+  absl::Status AddParts(const Alike& band, const Alike& block) {
     block_tasks_.clear();
     for (const Part& part : parts_) {
-      const Matrix held = Common(block, part.matrix);
+      const Matrix held = Common(part.box, {.rows = band.all, .columns = block.all});
       if (held.empty() || !HasPlace(*part.piece)) continue;
       if (std::ssize(block_tasks_) == kMaxDeriveParts) {
         return Error(absl::StatusCode::kResourceExhausted,
                      "\"{}\": a block of {} lies in more than {} pieces", move_.source->name,
                      derivation_.from.name, kMaxDeriveParts);
       }
-      block_tasks_.push_back(add(part, held));
+      block_tasks_.push_back(PartOf(part, held, band, block));
     }
-    return AddBlock(block);
+    DeriveTask& first = block_tasks_.front();
+    first.parts = static_cast<uint8_t>(block_tasks_.size());
+    first.place = PlaceOf(band.all.begin, block.all.begin);
+    if (Joined(band.all.size() * block.all.size())) return absl::OkStatus();
+    REFITD_RETURN_IF_ERROR(CheckRoom(std::ssize(block_tasks_)));
+    last_ = tasks_->size();
+    tasks_->insert(tasks_->end(), block_tasks_.begin(), block_tasks_.end());
+    return absl::OkStatus();
   }
 
   bool HasPlace(const BoundPiece& part) const {
@@ -142,97 +290,36 @@ class Cutter {
     return true;
   }
 
-  // Adds the block, of which the values in `window` are stored.
-  absl::Status AddValues(const Matrix& block, const Matrix& window) {
-    return ForParts(block, [&](const Part& part, const Matrix& held) {
-      const Matrix stored = Common(held, window);
-      return stored.empty() ? TaskOf(part, held) : TaskOf(part, held, stored, stored);
-    });
-  }
-
-  // Adds the block, of which the scale is stored: the element `scale`.
-  absl::Status AddScale(const Matrix& block, const Matrix& scale) {
-    return ForParts(block, [&](const Part& part, const Matrix& held) {
-      if (!block_tasks_.empty()) return TaskOf(part, held);
-      DeriveTask task = TaskOf(part, held, held, scale);
-      task.role = static_cast<uint8_t>(DerivedRole::kScales);
-      return task;
-    });
-  }
-
-  // Adds block_tasks_, the tasks of a block.
-  absl::Status AddBlock(const Matrix& block) {
-    DeriveTask& first = block_tasks_.front();
-    first.parts = static_cast<uint8_t>(block_tasks_.size());
-    first.place = PlaceOf(block);
-    if (Joined(block)) return absl::OkStatus();
-    if (std::ssize(*tasks_) + std::ssize(block_tasks_) > most_) {
-      return Error(absl::StatusCode::kResourceExhausted,
-                   "\"{}\" would take more than {} tasks of a device", move_.source->name, most_);
-    }
-    last_ = tasks_->size();
-    tasks_->insert(tasks_->end(), block_tasks_.begin(), block_tasks_.end());
-    return absl::OkStatus();
-  }
-
-  // A part of a block: `held`, of which nothing is stored.
-  DeriveTask TaskOf(const Part& part, const Matrix& held) const {
-    DeriveTask task;
-    task.source =
-        part.address +
-        static_cast<uint64_t>(LeadingDistance(at_, part.piece->box.offset, part.piece->strides) *
-                                  held_bytes_ +
-                              (held.rows.begin - part.matrix.rows.begin) * part.steps.row +
-                              (held.columns.begin - part.matrix.columns.begin) * part.steps.column);
-    task.source_row = part.steps.row;
-    task.source_column = part.steps.column;
-    task.destination_row = to_.row;
-    task.destination_column = to_.column;
-    task.index_row = index_.row;
-    task.columns = static_cast<uint32_t>(held.columns.size());
-    task.rows = static_cast<uint16_t>(held.rows.size());
+  // The task for the elements `held` of a block.
+  DeriveTask PartOf(const Part& part, const Matrix& held, const Alike& band,
+                    const Alike& block) const {
+    Matrix window = Common(held, {.rows = band.window, .columns = block.window});
+    // The first task stores a scale, whatever its window.
+    const bool stores = scales_ ? block_tasks_.empty() : !window.empty();
+    if (scales_ || !stores) window = held;
+    DeriveTask task = TaskOf(part, {band.first, 1, held.rows, window.rows},
+                             {block.first, 1, held.columns, window.columns}, 0, 0);
     task.parts = 0;
-    task.dtype = static_cast<uint8_t>(derivation_.from.dtype);
-    task.role = derivation_.kind == DerivedKind::kCast ? static_cast<uint8_t>(move_.source->dtype)
-                                                       : static_cast<uint8_t>(DerivedRole::kValues);
-    task.element_bytes = static_cast<uint8_t>(element_bytes_);
-    task.kind = static_cast<uint8_t>(derivation_.kind);
-    task.sum = move_.sum;
-    task.proof_sum = move_.proof_sum;
-    task.piece = move_.piece;
+    if (stores) return task;
+    task.element_bytes = 1;
+    task.role = static_cast<uint8_t>(DerivedRole::kValues);
+    task.window_rows = 0;
+    task.destination = task.index = 0;
+    task.destination_row = task.destination_column = task.index_row = 0;
     return task;
   }
 
-  // The same; `window` of it is stored as `derived`, in elements of the derived tensor.
-  DeriveTask TaskOf(const Part& part, const Matrix& held, const Matrix& window,
-                    const Matrix& derived) const {
-    DeriveTask task = TaskOf(part, held);
-    if (move_.destination != 0) {
-      task.destination =
-          destination_ +
-          static_cast<uint64_t>((derived.rows.begin - box_.rows.begin) * to_.row +
-                                (derived.columns.begin - box_.columns.begin) * to_.column);
-    }
-    task.index = static_cast<uint64_t>(first_index_ + derived.rows.begin * index_.row +
-                                       derived.columns.begin * index_.column);
-    task.first_column = static_cast<uint32_t>(window.columns.begin - held.columns.begin);
-    task.window_columns = static_cast<uint32_t>(window.columns.size());
-    task.first_row = static_cast<uint16_t>(window.rows.begin - held.rows.begin);
-    task.window_rows = static_cast<uint16_t>(window.rows.size());
-    return task;
-  }
-
-  // Adds the block to the tasks before it, if it follows the blocks there at the same distances.
-  bool Joined(const Matrix& block) {
-    if (derivation_.kind == DerivedKind::kCast || !last_.has_value()) return false;
+  // Adds block_tasks_, of a block of so many elements, to the tasks before, if it follows the
+  // blocks there at the same distances.
+  bool Joined(int64_t elements) {
+    if (!last_.has_value()) return false;
     const auto last = tasks_->begin() + static_cast<std::ptrdiff_t>(*last_);
     const DeriveTask& first = block_tasks_.front();
-    if (last->blocks >= kMaxDeriveBlocks ||
-        (last->blocks + 1) * block.rows.size() * block.columns.size() > kTaskElements ||
-        first.parts != last->parts || first.place != last->place + last->blocks) {
+    if (last->blocks >= kMaxDeriveBlocks || (last->blocks + 1) * elements > kTaskElements ||
+        first.parts != last->parts || first.place != last->place + last->blocks ||
+        !std::equal(block_tasks_.begin(), block_tasks_.end(), last, Follows)) {
       return false;
     }
-    if (!std::equal(block_tasks_.begin(), block_tasks_.end(), last, Follows)) return false;
     for (size_t i = 0; i < block_tasks_.size(); ++i) {
       DeriveTask& task = last[static_cast<std::ptrdiff_t>(i)];
       if (task.blocks == 1) {
@@ -262,40 +349,43 @@ class Cutter {
             Step(last, task, &DeriveTask::index) == last.blocks * last.index_block);
   }
 
-  uint32_t PlaceOf(const Matrix& all) const {
+  static uint32_t Saturated(int64_t place) {
+    return static_cast<uint32_t>(std::min<int64_t>(place, std::numeric_limits<uint32_t>::max()));
+  }
+
+  // The number of the block in which the element is (DeriveTask::place).
+  uint32_t PlaceOf(int64_t row, int64_t column) const {
     const Dims& shape = derivation_.from.shape;
-    const Dims block = BlockOf(derivation_);
     int64_t place = 0;
     for (size_t d = 0; d < shape.size(); ++d) {
-      const int64_t at = d + 2 < shape.size()   ? at_[d]
-                         : d + 1 < shape.size() ? all.rows.begin
-                                                : all.columns.begin;
-      place = place * ((shape[d] + block[d] - 1) / block[d]) + at / block[d];
+      const int64_t at = d + 2 < shape.size() ? at_[d] : d + 1 < shape.size() ? row : column;
+      const int64_t block = block_extents_[d];
+      place = place * ((shape[d] + block - 1) / block) + at / block;
     }
-    return static_cast<uint32_t>(std::min<int64_t>(place, std::numeric_limits<uint32_t>::max()));
+    return Saturated(place);
   }
 
   const DeriveMove& move_;
   const Derivation& derivation_;
+  const bool scales_;
   const int64_t most_;
   std::vector<DeriveTask>* const tasks_;
-  std::optional<size_t> last_;  // the tasks of the blocks before begin there
+  const Dims block_extents_;
   const Matrix block_;
-  const Matrix shape_;
-  const Matrix box_;
+  const Matrix shape_;           // of derivation_.from
+  const Matrix box_;             // of the derived tensor
   const int64_t held_bytes_;     // of an element
   const int64_t element_bytes_;  // of the derived tensor
-  const Dims strides_;           // of the whole derived tensor
+  const Dims index_strides_;
   const Dims zero_;
   const Steps to_;
   const Steps index_;
   std::vector<Part> parts_;
+  Dims at_;  // the leading dimensions' indices
+  // Of blocks that lie in several parts: the tasks of the current one, and where those of the
+  // blocks before begin.
   std::vector<DeriveTask> block_tasks_;
-  // Of the matrix that is cut: the leading dimensions' indices, and the first element's place at
-  // the destination and in the whole derived tensor.
-  Dims at_;
-  uint64_t destination_ = 0;
-  int64_t first_index_ = 0;
+  std::optional<size_t> last_;
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <random>
 
@@ -65,16 +66,18 @@ Outcome RunPlan(const Transfer& transfer, Verification verification) {
 // gaps.
 struct World {
   World(Rng& rng, DerivedKind kind, DType dtype, DerivedRole role) {
-    const bool padded = kind == DerivedKind::kFp8Block || kind == DerivedKind::kFp8Channel ||
-                        kind == DerivedKind::kCast;
-    Dims shape = {Between(rng, 1, 2), 128 * Between(rng, 1, 3), 128 * Between(rng, 1, 10)};
-    if (padded) shape = {Between(rng, 1, 2), Between(rng, 1, 300), Between(rng, 1, 700)};
+    const bool squares =
+        kind == DerivedKind::kFp8BlockReciprocal || kind == DerivedKind::kFp8BlockPow2;
+    Dims shape = {Between(rng, 1, 2), Between(rng, 1, 300), Between(rng, 1, 700)};
+    if (squares) shape = {Between(rng, 1, 2), 128 * Between(rng, 1, 3), 128 * Between(rng, 1, 10)};
+    if (kind == DerivedKind::kMxFp8) shape.back() = 32 * Between(rng, 1, 40);
     derivation = std::make_shared<Derivation>(Derivation{{"w", dtype, shape}, kind, role});
-    to_dtype = role == DerivedRole::kScales ? DType::kFloat32
-               : kind != DerivedKind::kCast ? DType::kFloat8E4M3FN
-               : dtype == DType::kBFloat16  ? DType::kFloat32
-               : Between(rng, 0, 1) == 0    ? DType::kBFloat16
-                                            : DType::kFloat16;
+    to_dtype = kind == DerivedKind::kMxFp8 && role == DerivedRole::kScales ? DType::kUint8
+               : role == DerivedRole::kScales                              ? DType::kFloat32
+               : kind != DerivedKind::kCast                                ? DType::kFloat8E4M3FN
+               : dtype == DType::kBFloat16                                 ? DType::kFloat32
+               : Between(rng, 0, 1) == 0                                   ? DType::kBFloat16
+                                                                           : DType::kFloat16;
     const Dims block = BlockOf(*derivation);
     Box part = WholeBox(shape);
     for (size_t d = 0; d < shape.size(); ++d) {
@@ -103,7 +106,7 @@ struct World {
     }
     const int64_t shift = Between(rng, 0, 3) * element;
     held = std::make_shared<HeldPiece>(HoldOne(derivation, part, strides, memory.data() + shift));
-    if (kind != DerivedKind::kCast && Between(rng, 0, 1) == 1) {
+    if (MayBeCut(kind) && Between(rng, 0, 1) == 1) {
       CutHeld(rng, static_cast<int>(Between(rng, 2, 12)), held.get(), &parts);
     }
     box = *ComputableBox(*derivation, part);
@@ -181,15 +184,16 @@ struct World {
   char* at = nullptr;
 };
 
-constexpr DerivedKind kKinds[] = {DerivedKind::kCast, DerivedKind::kFp8Block,
-                                  DerivedKind::kFp8BlockReciprocal, DerivedKind::kFp8BlockPow2,
-                                  DerivedKind::kFp8Channel};
+constexpr DerivedKind kKinds[] = {
+    DerivedKind::kCast,         DerivedKind::kFp8Block,   DerivedKind::kFp8BlockReciprocal,
+    DerivedKind::kFp8BlockPow2, DerivedKind::kFp8Channel, DerivedKind::kFp8BlockCuda,
+    DerivedKind::kMxFp8};
 constexpr DType kFloats[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
 TEST_CASE("the kernel's code derives and digests what the host does") {
   Rng rng(1);
   for (int round = 0; round < 400; ++round) {
-    const DerivedKind kind = kKinds[Between(rng, 0, 4)];
+    const DerivedKind kind = kKinds[Between(rng, 0, std::size(kKinds) - 1)];
     const auto role = kind != DerivedKind::kCast && Between(rng, 0, 2) == 0 ? DerivedRole::kScales
                                                                             : DerivedRole::kValues;
     World world(rng, kind, kFloats[Between(rng, 0, 2)], role);
@@ -296,6 +300,104 @@ TEST_CASE("blocks that shards cut alike share tasks, one for each part") {
   const absl::Status status = tasks_of(held, &tasks);
   CHECK(status.code() == absl::StatusCode::kResourceExhausted);
   CHECK(status.message() == "\"w.q\": a block of w lies in more than 255 pieces");
+}
+
+TEST_CASE("parts that begin at multiples of a vector give what one part gives") {
+  Rng rng(5);
+  const Dims shape = {300, 512};
+  const DType dtype = GENERATE(from_range(std::begin(kFloats), std::end(kFloats)));
+  const auto kind = GENERATE(DerivedKind::kFp8Block, DerivedKind::kFp8Channel);
+  const auto role = GENERATE(DerivedRole::kValues, DerivedRole::kScales);
+  const auto derivation = std::make_shared<Derivation>(Derivation{{"w", dtype, shape}, kind, role});
+  const int64_t element = ElementBytes(dtype);
+  std::vector<char> memory(static_cast<size_t>(300 * 512 * element));
+  for (size_t i = 0; i < memory.size(); i += static_cast<size_t>(element)) {
+    const auto number = static_cast<float>(Between(rng, -1000, 1000));
+    const uint32_t bits = dtype == DType::kFloat32    ? derive::BitsOf(number)
+                          : dtype == DType::kBFloat16 ? derive::ToBFloat16(number)
+                                                      : derive::ToFloat16(number);
+    std::memcpy(&memory[i], &bits, static_cast<size_t>(element));
+  }
+  const HeldPiece whole =
+      HoldOne(derivation, WholeBox(shape), RowMajorStrides(shape), memory.data());
+  HeldPiece cut{derivation, {}};
+  for (const Box& box :
+       {Box{{0, 0}, {200, 320}}, Box{{0, 320}, {200, 192}}, Box{{200, 0}, {100, 512}}}) {
+    BoundPiece part = whole.parts[0];
+    part.box = box;
+    part.data += (box.offset[0] * 512 + box.offset[1]) * element;
+    cut.parts.push_back(part);
+  }
+  const Box all = *ComputableBox(*derivation, WholeBox(shape));
+  const DType to = role == DerivedRole::kValues ? DType::kFloat8E4M3FN : DType::kFloat32;
+  const auto derived = [&](const HeldPiece& held, Outcome* outcome) {
+    std::vector<char> stored(static_cast<size_t>(ElementCount(all) * ElementBytes(to)));
+    BoundPiece piece{to, all.extent, all, RowMajorStrides(all.extent), memory.data(), "w.q"};
+    Transfer transfer;
+    transfer.destinations = {{piece}};
+    transfer.destinations[0][0].data = stored.data();
+    piece.held = std::make_shared<HeldPiece>(held);
+    transfer.source = {piece};
+    transfer.plan.moves.push_back({.box = all});
+    *outcome = RunPlan(transfer, Verification::kTransfer);
+    return stored;
+  };
+  Outcome of_whole;
+  Outcome of_cut;
+  CHECK(derived(cut, &of_cut) == derived(whole, &of_whole));
+  CHECK(of_cut.stored == of_whole.stored);
+  CHECK(of_cut.source == of_whole.source);
+  CHECK(of_cut.fault == 0);
+  CHECK(of_cut.tasks > of_whole.tasks);
+}
+
+TEST_CASE("rows that have a scale each share a task") {
+  const Dims shape = {1000, 2048};
+  const auto derivation = std::make_shared<Derivation>(
+      Derivation{{"w", DType::kBFloat16, shape}, DerivedKind::kFp8Channel, DerivedRole::kScales});
+  const Box all = WholeBox({1000, 1});
+  const BoundPiece source{DType::kFloat32,
+                          {1000, 1},
+                          all,
+                          {1, 1},
+                          nullptr,
+                          "w",
+                          std::make_shared<HeldPiece>(HoldOne(derivation, WholeBox(shape),
+                                                              RowMajorStrides(shape), nullptr))};
+  std::vector<DeriveTask> tasks;
+  CHECK(AddDeriveTasks({.source = &source,
+                        .box = &all,
+                        .held_addresses = {0},
+                        .destination = 1 << 30,
+                        .destination_strides = {1, 1}},
+                       1000, &tasks)
+            .ok());
+  REQUIRE(tasks.size() == 8);  // of 128 rows, 256 Ki elements; the last has 104
+  CHECK(tasks.back().blocks == 104);
+  CHECK(tasks.back().source == 896 * 2048 * 2);
+  CHECK(tasks.back().destination == (1 << 30) + 896 * 4);
+  CHECK(ElementAt(*derivation, tasks.back().place) == Dims{896, 0});
+}
+
+TEST_CASE("a small block without a result is named") {
+  const Dims shape = {6, 96};
+  const auto derivation = std::make_shared<Derivation>(
+      Derivation{{"w", DType::kFloat32, shape}, DerivedKind::kMxFp8, DerivedRole::kValues});
+  std::vector<float> numbers(6 * 96, 1.5F);
+  numbers[4 * 96 + 40] = std::numeric_limits<float>::infinity();
+  std::vector<char> stored(6 * 96);
+  auto* const data = reinterpret_cast<char*>(numbers.data());
+  Transfer transfer;
+  transfer.source.push_back({DType::kFloat8E4M3FN, shape, WholeBox(shape), RowMajorStrides(shape),
+                             data, "w.q",
+                             std::make_shared<HeldPiece>(HoldOne(derivation, WholeBox(shape),
+                                                                 RowMajorStrides(shape), data))});
+  transfer.destinations.push_back({{DType::kFloat8E4M3FN, shape, WholeBox(shape),
+                                    RowMajorStrides(shape), stored.data(), "w.q"}});
+  transfer.plan.moves.push_back({.box = WholeBox(shape)});
+  const Outcome outcome = RunPlan(transfer, Verification::kOff);
+  REQUIRE(outcome.fault >> 32 == 1);
+  CHECK(ElementAt(*derivation, static_cast<uint32_t>(outcome.fault)) == Dims{4, 32});
 }
 
 TEST_CASE("a block without a result is named, and nothing of it is stored") {

@@ -1,13 +1,12 @@
 // The arithmetic of derived tensors, bit for bit: the same code for the host and for GPUs. The
-// results are those of the code that is named at each kind, as PyTorch runs it on a CPU (torch
-// 2.13 and 2.15): float32 throughout, each operation rounded to nearest, ties to even.
+// results are those of the code that is named at each kind, as PyTorch 2.11 to 2.15 runs it:
+// float32 throughout, each operation rounded to nearest, ties to even.
 //
-// No product here is added to anything, so there is no multiply-add for a compiler to fuse.
+// No product here is added to anything but in Quotient, so there is nothing for a compiler to fuse.
 // Denormal numbers must not be flushed.
 #ifndef REFITD_TRANSPORT_DERIVE_ARITHMETIC_H_
 #define REFITD_TRANSPORT_DERIVE_ARITHMETIC_H_
 
-#include <cmath>
 #include <cstdint>
 
 #include "transport/plan/derived_kind.h"
@@ -79,40 +78,95 @@ REFITD_DERIVE_CODE uint8_t ToE4M3(float x) {
 
 // What a block is quantised by: its values are ToE4M3 of `x * factor`, or of `x / factor`.
 struct BlockScale {
-  float stored;  // the block's element of the tensor of scales
+  float
+      stored;  // the block's element of the tensor of scales, or 2 to the power that it stands for
   float factor;
   bool divides;
 };
 
+// The bits of a block's element of the tensor of scales: a float32, or an exponent in a byte.
+REFITD_DERIVE_CODE uint32_t StoredBits(DerivedKind kind, const BlockScale& scale) {
+  return kind == DerivedKind::kMxFp8 ? BitsOf(scale.stored) >> 23 : BitsOf(scale.stored);
+}
+
+// 1 / x as the GPU's instruction has it, which is not the nearest number for 13% of all x.
+REFITD_DERIVE_CODE float ApproximateReciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float reciprocal;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+  return reciprocal;
+#else
+  return 1.0F / x;  // NeedsGpu(kind)
+#endif
+}
+
+// ceil(log2(x)), where the logarithm is rounded to float32 before it is rounded up. x > 0.
+REFITD_DERIVE_CODE int CeilOfLog2(float x) {
+  const bool denormal = BitsOf(x) < 0x00800000;
+  const uint32_t bits = BitsOf(denormal ? x * 0x1p32F : x);
+  const int exponent = static_cast<int>(bits >> 23) - (denormal ? 127 + 32 : 127);
+  const uint32_t mantissa = bits & 0x7fffff;
+  // Above a power of two the logarithm rounds down to the exponent, as long as log2(1 + mantissa /
+  // 2^23) is less than half of the distance to the next float32.
+  uint32_t most = 0;
+  const int magnitude = exponent < 0 ? -exponent : exponent;
+  if (magnitude > 1) {
+    int power = 31 - __builtin_clz(static_cast<unsigned>(magnitude));
+    if (exponent < 0 && magnitude == 1 << power) --power;  // floats are closer below a power of two
+    if (power > 0) most = static_cast<uint32_t>(0.69314718F * static_cast<float>(1 << (power - 1)));
+  }
+  return mantissa > most ? exponent + 1 : exponent;
+}
+
+// 2^(biased - 127); 0 <= biased <= 254.
+REFITD_DERIVE_CODE float PowerOfTwo(int biased) {
+  return FloatOf(biased == 0 ? 0x00400000 : static_cast<uint32_t>(biased) << 23);
+}
+
 // The scale of a block whose largest magnitude is `amax`, which must be finite.
 REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float amax) {
-  BlockScale scale = {1.0F, 1.0F, kind == DerivedKind::kFp8Channel};
+  // Torch on CUDA divides by a number of Python's by multiplying by this.
+  constexpr float kPerMax = 1.0F / kE4M3Max;
+  const float at_least = amax < 1e-4F ? 1e-4F : amax;
+  BlockScale scale = {1.0F, 1.0F, false};
   switch (kind) {
-    case DerivedKind::kFp8Block: {
-      // vLLM 0.32, vllm/utils/deep_gemm.py, per_block_cast_to_fp8 without use_ue8m0; the same as
-      // DeepGEMM's.
-      scale.stored = (amax < 1e-4F ? 1e-4F : amax) / kE4M3Max;
+    case DerivedKind::kFp8Block:
+      // vLLM 0.32, vllm/utils/deep_gemm.py, per_block_cast_to_fp8 without use_ue8m0, on a CPU.
+      scale.stored = at_least / kE4M3Max;
       scale.factor = 1.0F / scale.stored;
       break;
-    }
-    case DerivedKind::kFp8BlockReciprocal: {
+    case DerivedKind::kFp8BlockCuda:
+      // The same on CUDA, not compiled; DeepGEMM, deep_gemm/utils/math.py.
+      scale.stored = at_least * kPerMax;
+      scale.factor = 1.0F / scale.stored;
+      break;
+    case DerivedKind::kFp8BlockInductor:
+      // The same on CUDA, compiled by Inductor.
+      scale.stored = at_least * kPerMax;
+      scale.factor = ApproximateReciprocal(scale.stored);
+      break;
+    case DerivedKind::kFp8BlockReciprocal:
       // NeMo-RL, nemo_rl/models/generation/vllm/quantization/fp8.py, cast_tensor_to_fp8_blockwise.
       // Torch computes 448 / amax as a product with the reciprocal.
       scale.factor = amax == 0 ? 1.0F : 1.0F / amax * kE4M3Max;
       scale.stored = 1.0F / scale.factor;
       break;
-    }
     case DerivedKind::kFp8BlockPow2: {
-      // The same with use_weight_pow2_scale: 2^ceil(log2(amax / 448)). The logarithm is rounded to
-      // float32 before it is rounded up, so that it may lie below the exact one.
-      const double exact = std::log2(static_cast<double>(amax / kE4M3Max));
-      const float exponent = std::ceil(static_cast<float>(exact));  // amax = 0: minus infinity
-      const int biased = (exponent < -127  ? -127
-                          : exponent > 127 ? 127
-                                           : static_cast<int>(exponent)) +
-                         127;
-      scale.factor = biased == 0 ? 1.0F : std::ldexp(1.0F, 127 - biased);
-      scale.stored = 1.0F / scale.factor;
+      // The same with use_weight_pow2_scale, on CUDA.
+      const float ratio = amax * kPerMax;
+      const int exponent = ratio == 0 ? -127 : CeilOfLog2(ratio);
+      if (exponent <= -127) break;
+      scale.stored = PowerOfTwo(exponent + 127);
+      scale.factor = PowerOfTwo(127 - exponent);
+      break;
+    }
+    case DerivedKind::kMxFp8: {
+      // vLLM 0.32, vllm/model_executor/layers/quantization/utils/mxfp8_utils.py,
+      // _mxfp8_e4m3_quantize_torch, on CUDA.
+      const int exponent = CeilOfLog2((amax < 0x1p-126F ? 0x1p-126F : amax) * kPerMax);
+      const int biased = exponent < -127 ? 0 : exponent + 127;
+      scale.stored = PowerOfTwo(biased);
+      scale.factor = PowerOfTwo(254 - biased);
       break;
     }
     case DerivedKind::kFp8Channel: {
@@ -122,12 +176,23 @@ REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float amax) {
       scale.stored = amax / kE4M3Max;
       scale.stored = scale.stored < kLeast ? kLeast : scale.stored;
       scale.factor = scale.stored;
+      scale.divides = true;
       break;
     }
     case DerivedKind::kCast:
       break;
   }
   return scale;
+}
+
+// x / y, rounded to nearest, but for results below 2^-11, which are right up to their last bit:
+// E4M3 makes zeros of all of them. 2^-20 <= y, `reciprocal`: 1 / y. A third of a division's
+// instructions: by Markstein's theorem one step with an exact remainder gives the nearest number.
+REFITD_DERIVE_CODE float Quotient(float x, float y, float reciprocal) {
+  const float near = x * reciprocal;
+  const float remainder = __builtin_fmaf(-near, y, x);
+  const float quotient = __builtin_fmaf(remainder, reciprocal, near);
+  return FloatOf(BitsOf(quotient) | (BitsOf(x) & 0x80000000));  // the sign of zero
 }
 
 // Finds the scale of a block; `amax`: the bits of its largest magnitude. False: the kind has no

@@ -139,8 +139,9 @@ class Computation {
         continue;
       }
       for (const BlockScale& scale : scales_) {
-        std::memcpy(to_, &scale.stored, sizeof(scale.stored));
-        to_ += sizeof(scale.stored);
+        const uint32_t bits = derive::StoredBits(derivation_.kind, scale);
+        std::memcpy(to_, &bits, static_cast<size_t>(ElementBytes(dtype_)));
+        to_ += ElementBytes(dtype_);
       }
     }
     return std::nullopt;

@@ -4,6 +4,7 @@
 #include <catch2/catch.hpp>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <random>
 
@@ -15,8 +16,9 @@ namespace {
 using Rng = std::mt19937_64;
 
 constexpr DType kFloats[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr DerivedKind kQuantised[] = {DerivedKind::kFp8Block, DerivedKind::kFp8BlockReciprocal,
-                                      DerivedKind::kFp8BlockPow2, DerivedKind::kFp8Channel};
+constexpr DerivedKind kQuantised[] = {DerivedKind::kFp8Block,     DerivedKind::kFp8BlockReciprocal,
+                                      DerivedKind::kFp8BlockPow2, DerivedKind::kFp8Channel,
+                                      DerivedKind::kFp8BlockCuda, DerivedKind::kMxFp8};
 
 int64_t Between(Rng& rng, int64_t low, int64_t high) {
   return std::uniform_int_distribution<int64_t>(low, high)(rng);
@@ -92,6 +94,41 @@ TEST_CASE("bfloat16 and float16 are the nearest numbers, ties to even") {
                 [](float x) { return derive::ToFloat16(x); }, 0x7c00);
 }
 
+TEST_CASE("the rounded logarithm of two is rounded up as by the C library") {
+  Rng rng(6);
+  const auto check = [](float x) {
+    INFO(x);
+    REQUIRE(derive::CeilOfLog2(x) ==
+            static_cast<int>(std::ceil(static_cast<float>(std::log2(static_cast<double>(x))))));
+  };
+  for (int exponent = -149; exponent < 128; ++exponent) {
+    float x = std::ldexp(1.0F, exponent);
+    if (exponent > -149) check(std::nextafter(x, 0.0F));
+    for (int i = 0; i < 60; ++i, x = std::nextafter(x, 3e38F)) check(x);
+    for (int i = 0; i < 100; ++i) {
+      check(std::ldexp(1 + static_cast<float>(Between(rng, 0, 1 << 22)) / (1 << 22), exponent));
+    }
+  }
+}
+
+TEST_CASE("the quotient has the value of E4M3 that a division has") {
+  Rng rng(7);
+  for (int i = 0; i < 200'000; ++i) {
+    const auto mantissa = [&] {
+      return static_cast<float>(Between(rng, 1 << 23, (1 << 24) - 1)) / (1 << 23);
+    };
+    const int exponent = static_cast<int>(Between(rng, -17, 119));
+    const float scale = std::ldexp(mantissa(), exponent);
+    const float number = std::ldexp(mantissa(), exponent + static_cast<int>(Between(rng, -16, 8)));
+    for (const float x : {number, -number, derive::FromBFloat16(derive::ToBFloat16(number))}) {
+      REQUIRE(derive::ToE4M3(derive::Quotient(x, scale, 1 / scale)) == derive::ToE4M3(x / scale));
+    }
+  }
+  for (const float x : {0.0F, -0.0F, 1e-45F, -1e-45F, 1e-38F}) {
+    CHECK(derive::ToE4M3(derive::Quotient(x, 0.3F, 1 / 0.3F)) == derive::ToE4M3(x / 0.3F));
+  }
+}
+
 // ---- boxes ----
 
 std::vector<char> Stored(const std::vector<float>& numbers, DType dtype) {
@@ -143,7 +180,16 @@ Dims ShapeOf(const Derivation& derivation) {
 }
 
 DType DTypeOf(const Derivation& derivation) {
-  return derivation.role == DerivedRole::kScales ? DType::kFloat32 : DType::kFloat8E4M3FN;
+  if (derivation.role == DerivedRole::kValues) return DType::kFloat8E4M3FN;
+  return derivation.kind == DerivedKind::kMxFp8 ? DType::kUint8 : DType::kFloat32;
+}
+
+// A scale as a number.
+float ScaleAt(const std::vector<char>& scales, const Derivation& derivation, size_t index) {
+  if (derivation.kind != DerivedKind::kMxFp8) {
+    return NumberAt(scales, DType::kFloat32, static_cast<int64_t>(index));
+  }
+  return std::ldexp(1.0F, static_cast<uint8_t>(scales[index]) - 127);
 }
 
 std::vector<char> DeriveAll(const Derivation& derivation, const std::vector<char>& bytes) {
@@ -158,7 +204,8 @@ TEST_CASE("values and scales are those of the definition, in blocks that end ear
   Rng rng(2);
   const DerivedKind kind = GENERATE(from_range(std::begin(kQuantised), std::end(kQuantised)));
   const DType dtype = GENERATE(from_range(std::begin(kFloats), std::end(kFloats)));
-  const bool padded = kind == DerivedKind::kFp8Block || kind == DerivedKind::kFp8Channel;
+  const bool padded = kind == DerivedKind::kFp8Block || kind == DerivedKind::kFp8BlockCuda ||
+                      kind == DerivedKind::kFp8Channel;
   const Dims shape = padded ? Dims{2, 150, 300} : Dims{2, 128, 256};
   const Derivation values{{"w", dtype, shape}, kind, DerivedRole::kValues};
   const Derivation scales{{"w", dtype, shape}, kind, DerivedRole::kScales};
@@ -177,24 +224,28 @@ TEST_CASE("values and scales are those of the definition, in blocks that end ear
       visit(i, static_cast<size_t>(of));
     }
   };
-  std::vector<float> most(scaled.size() / 4);
+  std::vector<float> most(static_cast<size_t>(ElementCount(WholeBox(blocks))));
   each([&](int64_t i, size_t of) {
     most[of] = std::max(most[of], std::abs(NumberAt(bytes, dtype, i)));
   });
   for (size_t of = 0; of < most.size(); ++of) {
-    const float scale = NumberAt(scaled, DType::kFloat32, static_cast<int64_t>(of));
+    const float scale = ScaleAt(scaled, scales, of);
     const float exact = most[of] / 448;
     INFO("block " << of << " of magnitude " << most[of]);
     switch (kind) {
       case DerivedKind::kFp8Block:
         REQUIRE(scale == std::max(most[of], 1e-4F) / 448);
         break;
+      case DerivedKind::kFp8BlockCuda:
+        REQUIRE(scale == std::max(most[of], 1e-4F) * (1.0F / 448));
+        break;
       case DerivedKind::kFp8BlockReciprocal:
         REQUIRE(scale == (most[of] == 0 ? 1.0F : 1 / (1 / most[of] * 448)));
         break;
       case DerivedKind::kFp8BlockPow2:
+      case DerivedKind::kMxFp8:
         if (most[of] == 0) {
-          REQUIRE(scale == 1);
+          REQUIRE(scale == (kind == DerivedKind::kMxFp8 ? std::ldexp(1.0F, -127) : 1));
           break;
         }
         REQUIRE(std::ldexp(1.0F, std::ilogb(scale)) == scale);
@@ -206,7 +257,7 @@ TEST_CASE("values and scales are those of the definition, in blocks that end ear
     }
   }
   each([&](int64_t i, size_t of) {
-    const float scale = NumberAt(scaled, DType::kFloat32, static_cast<int64_t>(of));
+    const float scale = ScaleAt(scaled, scales, of);
     const float number = NumberAt(bytes, dtype, i);
     const float scaled_number = kind == DerivedKind::kFp8Channel ? number / scale
                                 : kind == DerivedKind::kFp8BlockReciprocal && most[of] != 0
@@ -221,7 +272,7 @@ TEST_CASE("values and scales are those of the definition, in blocks that end ear
 TEST_CASE("any box has the values of the whole, wherever what is held lies, in one part or more") {
   Rng rng(3);
   for (int round = 0; round < 120; ++round) {
-    const DerivedKind kind = kQuantised[Between(rng, 0, 3)];
+    const DerivedKind kind = kQuantised[Between(rng, 0, std::size(kQuantised) - 1)];
     const DType dtype = kFloats[Between(rng, 0, 2)];
     const auto role = Between(rng, 0, 1) == 1 ? DerivedRole::kScales : DerivedRole::kValues;
     const Dims shape = {Between(rng, 1, 2), 128 * Between(rng, 1, 3), 128 * Between(rng, 1, 3)};

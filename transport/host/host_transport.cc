@@ -7,6 +7,7 @@
 #include <tuple>
 #include <utility>
 
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
@@ -182,6 +183,20 @@ void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
   digest_until(transfer.source.size(), moves.size());
 }
 
+// FAILED_PRECONDITION, naming the tensor: only GPUs have the arithmetic of a derived tensor.
+absl::Status CheckKinds(const Transfer& transfer) {
+  for (const BoundPiece& piece : transfer.source) {
+    if (piece.held == nullptr || !NeedsGpu(piece.held->derivation->kind)) continue;
+    return AboutTensor(
+        Precondition("tensor {}: the {} are computed by GPUs only, and {} is in host "
+                     "memory",
+                     piece.name, Describe(*piece.held->derivation),
+                     piece.held->derivation->from.name),
+        piece.name);
+  }
+  return absl::OkStatus();
+}
+
 CopyPlan MakePlan(const Transfer& transfer) {
   CopyPlan plan;
   absl::StatusOr<BoundMoves> bound = BindMoves(transfer);
@@ -191,7 +206,8 @@ CopyPlan MakePlan(const Transfer& transfer) {
     return plan;
   }
   plan.bound = *std::move(bound);
-  MakeChunks(transfer, &plan);
+  plan.status = CheckKinds(transfer);
+  if (plan.status.ok()) MakeChunks(transfer, &plan);
   return plan;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
@@ -14,8 +15,6 @@
 namespace refitd {
 namespace {
 
-constexpr int64_t kBlock = 128;  // the side of a square block
-
 // The longest row that has one scale (P10): a row is computed as a whole. Models' rows are shorter
 // than a sixtieth of this.
 constexpr int64_t kMaxRow = int64_t{1} << 22;
@@ -23,17 +22,21 @@ constexpr int64_t kMaxRow = int64_t{1} << 22;
 struct KindRow {
   DerivedKind kind;
   std::string_view name;
-  bool square;  // blocks of kBlock by kBlock in the last two dimensions
-  bool padded;  // a dimension may end within a block
-  bool has_scales;
+  int64_t rows = 1;     // of a block
+  int64_t columns = 1;  // of a block; 0: as many as a row has
+  bool padded = true;   // a dimension may end within a block
+  std::optional<DType> scales;
 };
 
 constexpr KindRow kKinds[] = {
-    {DerivedKind::kCast, "cast", false, true, false},
-    {DerivedKind::kFp8Block, "fp8_block", true, true, true},
-    {DerivedKind::kFp8BlockReciprocal, "fp8_block_reciprocal", true, false, true},
-    {DerivedKind::kFp8BlockPow2, "fp8_block_pow2", true, false, true},
-    {DerivedKind::kFp8Channel, "fp8_channel", false, true, true},
+    {DerivedKind::kCast, "cast", 1, 1, true, std::nullopt},
+    {DerivedKind::kFp8Block, "fp8_block", 128, 128, true, DType::kFloat32},
+    {DerivedKind::kFp8BlockReciprocal, "fp8_block_reciprocal", 128, 128, false, DType::kFloat32},
+    {DerivedKind::kFp8BlockPow2, "fp8_block_pow2", 128, 128, false, DType::kFloat32},
+    {DerivedKind::kFp8Channel, "fp8_channel", 1, 0, true, DType::kFloat32},
+    {DerivedKind::kFp8BlockCuda, "fp8_block_cuda", 128, 128, true, DType::kFloat32},
+    {DerivedKind::kFp8BlockInductor, "fp8_block_inductor", 128, 128, true, DType::kFloat32},
+    {DerivedKind::kMxFp8, "mxfp8", 1, 32, false, DType::kUint8},
 };
 
 bool Known(DerivedKind kind) {
@@ -56,7 +59,7 @@ std::string Fault(const TensorSpec& tensor) {
   if (!Known(d.kind)) return fmt::format("kind {} is not known", static_cast<int>(d.kind));
   const KindRow& kind = RowOf(d.kind);
   const bool values = d.role == DerivedRole::kValues;
-  if (!values && (d.role != DerivedRole::kScales || !kind.has_scales)) {
+  if (!values && (d.role != DerivedRole::kScales || !kind.scales.has_value())) {
     return fmt::format("kind {} has no role {}", kind.name, static_cast<int>(d.role));
   }
   if (d.from.derived != nullptr) return "it is derived from a tensor that is derived";
@@ -65,31 +68,32 @@ std::string Fault(const TensorSpec& tensor) {
                        DTypeName(d.from.dtype));
   }
   const Dims& shape = d.from.shape;
-  if (kind.has_scales && shape.size() < 2) {
+  if (kind.scales.has_value() && shape.size() < 2) {
     return fmt::format("kind {} takes two dimensions or more, not {}", kind.name,
                        ToString(d.from.dtype, shape));
   }
-  if (kind.has_scales && !kind.square && shape.back() > kMaxRow) {
+  if (kind.columns == 0 && shape.back() > kMaxRow) {
     return fmt::format("kind {} takes rows of at most {} elements, not {}", kind.name, kMaxRow,
                        ToString(d.from.dtype, shape));
   }
-  for (size_t i = shape.size() - std::min<size_t>(shape.size(), 2); i < shape.size(); ++i) {
-    if (kind.padded || shape[i] % kBlock == 0) continue;
-    return fmt::format("kind {} takes multiples of {} in the last two dimensions, not {}",
-                       kind.name, kBlock, ToString(d.from.dtype, shape));
+  const Dims block = BlockOf(d);
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (kind.padded || shape[i] % block[i] == 0) continue;
+    return fmt::format("kind {} takes whole blocks of {}, not {}", kind.name,
+                       fmt::join(block, " x "), ToString(d.from.dtype, shape));
   }
-  const DType dtype = !values           ? DType::kFloat32
-                      : kind.has_scales ? DType::kFloat8E4M3FN
-                                        : tensor.dtype;
+  const DType dtype = !values                   ? *kind.scales
+                      : kind.scales.has_value() ? DType::kFloat8E4M3FN
+                                                : tensor.dtype;
   Dims wanted = shape;
   if (!values) {
-    const Dims block = BlockOf(d);
     for (size_t i = 0; i < wanted.size(); ++i) wanted[i] = (wanted[i] + block[i] - 1) / block[i];
   }
-  if (tensor.dtype != dtype || tensor.shape != wanted || !(kind.has_scales || IsFloat(dtype))) {
+  if (tensor.dtype != dtype || tensor.shape != wanted ||
+      !(kind.scales.has_value() || IsFloat(dtype))) {
     return fmt::format(
         "it is {}, which the {} are not{}", ToString(tensor.dtype, tensor.shape), Describe(d),
-        kind.has_scales ? fmt::format(": they are {}", ToString(dtype, wanted)) : "");
+        kind.scales.has_value() ? fmt::format(": they are {}", ToString(dtype, wanted)) : "");
   }
   return "";
 }
@@ -115,9 +119,10 @@ absl::Status NoResult(const Derivation& derivation, std::string_view where) {
 Dims BlockOf(const Derivation& derivation) {
   const KindRow& kind = RowOf(derivation.kind);
   Dims block(derivation.from.shape.size(), 1);
-  if (block.empty() || !kind.has_scales) return block;
-  block.back() = kind.square ? kBlock : std::max<int64_t>(derivation.from.shape.back(), 1);
-  if (kind.square) block[block.size() - 2] = kBlock;
+  if (block.empty() || !kind.scales.has_value()) return block;
+  block.back() =
+      kind.columns == 0 ? std::max<int64_t>(derivation.from.shape.back(), 1) : kind.columns;
+  block[block.size() - 2] = kind.rows;
   return block;
 }
 
@@ -133,12 +138,12 @@ absl::Status CheckScalesOfDerived(const std::vector<TensorSpec>& tensors) {
   using Quantised = std::pair<std::string_view, DerivedKind>;
   absl::flat_hash_set<Quantised> has[2];
   for (const TensorSpec& tensor : tensors) {
-    if (tensor.derived == nullptr || !RowOf(tensor.derived->kind).has_scales) continue;
+    if (tensor.derived == nullptr || !RowOf(tensor.derived->kind).scales.has_value()) continue;
     has[tensor.derived->role == DerivedRole::kScales].emplace(tensor.derived->from.name,
                                                               tensor.derived->kind);
   }
   for (const TensorSpec& tensor : tensors) {
-    if (tensor.derived == nullptr || !RowOf(tensor.derived->kind).has_scales) continue;
+    if (tensor.derived == nullptr || !RowOf(tensor.derived->kind).scales.has_value()) continue;
     const bool values = tensor.derived->role == DerivedRole::kValues;
     if (has[values].contains(Quantised(tensor.derived->from.name, tensor.derived->kind))) continue;
     return AboutTensor(Error(absl::StatusCode::kInvalidArgument,
@@ -147,6 +152,10 @@ absl::Status CheckScalesOfDerived(const std::vector<TensorSpec>& tensors) {
                        tensor.name);
   }
   return absl::OkStatus();
+}
+
+bool MayBeCut(DerivedKind kind) {
+  return kind != DerivedKind::kCast && kind != DerivedKind::kMxFp8;
 }
 
 std::optional<Box> ComputableBox(const Derivation& derivation, const Box& held) {

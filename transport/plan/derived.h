@@ -49,6 +49,9 @@ absl::Status NoResult(const Derivation& derivation, std::string_view where);
 // those at the end of a dimension are cut short.
 Dims BlockOf(const Derivation& derivation);
 
+// Whether a block may be computed of several shards.
+bool MayBeCut(DerivedKind kind);
+
 // Checks a tensor that is derived: kind and role are known and fit `from`, its dtype and shape are
 // those that they give. The values have `from`'s shape; scales have a number for each block, in as
 // many dimensions. INVALID_ARGUMENT, naming the tensor.

@@ -14,7 +14,13 @@ enum class DerivedKind : uint8_t {
   kFp8BlockReciprocal = 3,
   kFp8BlockPow2 = 4,
   kFp8Channel = 5,
+  kFp8BlockCuda = 6,
+  kFp8BlockInductor = 7,
+  kMxFp8 = 8,
 };
+
+// Whether only GPUs have the arithmetic of a kind.
+constexpr bool NeedsGpu(DerivedKind kind) { return kind == DerivedKind::kFp8BlockInductor; }
 
 // What of its kind a tensor holds. The values are those of refitd.v1.DerivedRole.
 enum class DerivedRole : uint8_t {

@@ -257,12 +257,12 @@ absl::StatusOr<DerivedLayouts::Alone> DerivedLayouts::ExtendOne(
       std::vector<Box> boxes;  // whole blocks
       if (around == held.box) {
         boxes = {around};
-      } else if (node != nullptr) {
+      } else if (node != nullptr && MayBeCut(derivation.kind)) {
         boxes = node->Whole(derivation, around);
       } else if (const auto box = ComputableBox(derivation, held.box); box.has_value()) {
         boxes = {ComputedFrom(derivation, *box)};
       }
-      cuts = cuts || around != held.box;
+      cuts = cuts || (around != held.box && MayBeCut(derivation.kind));
       looked_at += std::max<int64_t>(1, std::ssize(boxes));
       if (looked_at > kMaxPiecesPerLayout) return TooManyPieces(tensor.name);
       for (Box& whole : boxes) {

@@ -80,7 +80,7 @@ TEST_CASE("a derived tensor has the dtype and shape that its kind gives") {
              Contains("kind 77 is not known"));
   CHECK_THAT(
       fault(Derived("x", DType::kFloat8E4M3FN, {300, 256}, kWeight, DerivedKind::kFp8BlockPow2)),
-      Contains("takes multiples of 128 in the last two dimensions"));
+      Contains("takes whole blocks of 128 x 128"));
   CHECK_THAT(fault(Derived("x", DType::kFloat8E4M3FN, {8}, {"w", DType::kFloat32, {8}},
                            DerivedKind::kFp8Channel)),
              Contains("takes two dimensions or more"));
@@ -178,6 +178,23 @@ TEST_CASE("what another rank holds under the same name in another form is not re
   REQUIRE(extended.layouts[0]->pieces.size() == 3);
   CHECK(extended.layouts[0]->pieces[1].box == Box{{0, 0}, {128, 256}});
   CHECK(extended.parts.empty());
+  CHECK(extended.layouts[1]->pieces.size() == 1);
+}
+
+TEST_CASE("blocks of mxfp8 lie in one shard") {
+  const TensorSpec from = {"w", DType::kBFloat16, {4, 64}};
+  const Layout wants = Wants(
+      {Derived("w.q", DType::kFloat8E4M3FN, from.shape, from, DerivedKind::kMxFp8),
+       Derived("w.s", DType::kUint8, {4, 2}, from, DerivedKind::kMxFp8, DerivedRole::kScales)});
+  const std::vector<const Layout*> engines = {&wants};
+  DerivedLayouts derived(engines);
+  PlanWork work;
+  const auto extended =
+      *derived.Extend({std::make_shared<const Layout>(Holds(from, {{{0, 0}, {4, 40}}})),
+                       std::make_shared<const Layout>(Holds(from, {{{0, 40}, {4, 24}}}))},
+                      &work);
+  REQUIRE(extended.layouts[0]->pieces.size() == 3);
+  CHECK(extended.layouts[0]->pieces[1].box == Box{{0, 0}, {4, 32}});
   CHECK(extended.layouts[1]->pieces.size() == 1);
 }
 

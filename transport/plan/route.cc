@@ -764,10 +764,9 @@ class Router {
     const std::string& label = plan_.destination_labels[first_member];
     if (const Derivation* derived = plan_.tensors[t].derived.get(); derived != nullptr) {
       return fmt::format(
-          "element [{}] of {} needs a whole block of [{}] elements of {}, which the trainers of "
-          "one "
-          "node must hold",
-          fmt::join(first, ", "), label, fmt::join(BlockOf(*derived), ", "), derived->from.name);
+          "element [{}] of {} needs a whole block of [{}] elements of {}, which {} must hold",
+          fmt::join(first, ", "), label, fmt::join(BlockOf(*derived), ", "), derived->from.name,
+          MayBeCut(derived->kind) ? "the trainers of one node" : "one shard of a trainer");
     }
     return fmt::format("no source holds element [{}] that {} has", fmt::join(first, ", "), label);
   }

@@ -26,16 +26,24 @@ def quantised(kind, weight):
         most = weight.abs().amax(dim=-1, keepdim=True).float()
         scales = (most / torch.tensor(FP8_MAX)).clamp_min(1.0 / (torch.tensor(FP8_MAX) * 512))
         return (weight.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+    if kind == "mxfp8":
+        blocks = weight.float().view(weight.shape[0], -1, 32)
+        exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-126) * (1 / torch.tensor(FP8_MAX))))
+        scales = (exponent + 127).clamp(0, 254)
+        return (blocks / torch.exp2(scales - 127)[:, :, None]).view(weight.shape).to(torch.float8_e4m3fn), scales.to(torch.uint8)
     blocks = blocks_of(weight)
     most = blocks.abs().amax(dim=(1, 3), keepdim=True)
     if kind == "fp8_block":
         scales = most.clamp(1e-4) / FP8_MAX
         factor = 1.0 / scales
+    elif kind == "fp8_block_cuda":
+        scales = most.clamp(1e-4) * (1 / torch.tensor(FP8_MAX))
+        factor = 1.0 / scales
     elif kind == "fp8_block_reciprocal":
         factor = torch.where(most == 0, torch.ones(()), FP8_MAX / most)
         scales = factor.reciprocal()
     else:
-        scales = torch.where(most == 0, torch.ones(()), torch.exp2(torch.ceil(torch.log2(most / FP8_MAX))))
+        scales = torch.where(most == 0, torch.ones(()), torch.exp2(torch.ceil(torch.log2(most * (1 / torch.tensor(FP8_MAX))))))
         factor = scales.reciprocal()
     values = (blocks * factor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     values = values.view(blocks.shape[0] * 128, -1)[: weight.shape[0], : weight.shape[1]]
@@ -75,16 +83,16 @@ class DerivedTest(DaemonTest):
         return trainer, tensor
 
     def test_values_and_scales_have_the_bits_of_torch(self):
-        for kind in ("fp8_block", "fp8_block_reciprocal", "fp8_block_pow2", "fp8_channel"):
+        for kind in ("fp8_block", "fp8_block_cuda", "fp8_block_reciprocal", "fp8_block_pow2", "fp8_channel", "mxfp8"):
             for dtype in (torch.bfloat16, torch.float32, torch.float16):
-                shape = (300, 260) if kind in ("fp8_block", "fp8_channel") else (384, 256)
-                scales = (-(-shape[0] // 128), -(-shape[1] // 128)) if "block" in kind else (shape[0], 1)
+                shape = (384, 256) if kind in ("fp8_block_reciprocal", "fp8_block_pow2", "mxfp8") else (300, 260)
+                scales = (-(-shape[0] // 128), -(-shape[1] // 128)) if "block" in kind else (shape[0], shape[1] // 32 if kind == "mxfp8" else 1)
                 with self.subTest(kind=kind, dtype=dtype):
                     self.group = f"{kind}-{dtype}"
                     trainer, weight = self.trained(shape, dtype)
                     source = refitd.TensorSpec("w", str(dtype).removeprefix("torch."), shape)
                     served = self.served(
-                        [("w.q", shape, torch.float8_e4m3fn), ("w.s", scales, torch.float32)],
+                        [("w.q", shape, torch.float8_e4m3fn), ("w.s", scales, torch.uint8 if kind == "mxfp8" else torch.float32)],
                         {"w.q": refitd.Derived(source, kind), "w.s": refitd.Derived(source, kind, "scales")},
                     )
                     for version in (1, 2, 3):
@@ -285,6 +293,16 @@ class DerivedTest(DaemonTest):
             {"q": refitd.Derived(source, "fp8_block"), "s": refitd.Derived(source, "fp8_block", "scales")},
         )
         with pytest.raises(refitd.FailedPrecondition, match="engines derive it from w as bfloat16") as raised:
+            trainer.refit(1)
+        self.assertIn(raised.value.tensor, ("q", "s"))
+
+    def test_a_kind_of_gpus_alone_is_refused_on_a_host(self):
+        shape = (128, 128)
+        trainer, _ = self.trained(shape, torch.bfloat16)
+        source = refitd.TensorSpec("w", "bfloat16", shape)
+        values = {name: refitd.Derived(source, "fp8_block_inductor", role) for name, role in (("q", "values"), ("s", "scales"))}
+        self.served([("q", shape, torch.float8_e4m3fn), ("s", (1, 1), torch.float32)], values)
+        with pytest.raises(refitd.FailedPrecondition, match="are computed by GPUs only") as raised:
             trainer.refit(1)
         self.assertIn(raised.value.tensor, ("q", "s"))
 

@@ -119,7 +119,16 @@ CATCH_UP_NEVER = 1
 BROADCASTS = {"auto": 0, "direct": 1, "chain": 2, "symmetric": 3, "nccl": 4}
 
 # refit_derivation
-DERIVED_KINDS = {"cast": 1, "fp8_block": 2, "fp8_block_reciprocal": 3, "fp8_block_pow2": 4, "fp8_channel": 5}
+DERIVED_KINDS = {
+    "cast": 1,
+    "fp8_block": 2,
+    "fp8_block_reciprocal": 3,
+    "fp8_block_pow2": 4,
+    "fp8_channel": 5,
+    "fp8_block_cuda": 6,
+    "fp8_block_inductor": 7,
+    "mxfp8": 8,
+}
 DERIVED_ROLES = {"values": 1, "scales": 2}
 
 # refit_failure.weights_left

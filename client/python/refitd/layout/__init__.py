@@ -234,9 +234,10 @@ class Derived:
     """How refits compute an engine's tensor from one that trainers hold.
 
     `source`: the trainers' tensor, as they register it: float32, bfloat16 or float16. `kind`: "cast" to another of these dtypes;
-    "fp8_block", "fp8_block_reciprocal", "fp8_block_pow2" (float8_e4m3fn values and a float32 scale for each block of 128 x 128 of the last two
-    dimensions) or "fp8_channel" (a scale for each row); docs/derived.md has their arithmetic. `role`: "values", of the source's shape, or
-    "scales", of a number a block: [rows / 128, columns / 128], rounded up, or [rows, 1]. An engine that registers the values registers the scales too.
+    "fp8_block", "fp8_block_cuda", "fp8_block_inductor", "fp8_block_reciprocal", "fp8_block_pow2" (float8_e4m3fn values and a float32 scale for
+    each block of 128 x 128 of the last two dimensions), "fp8_channel" (a scale for each row) or "mxfp8" (an exponent in a uint8 for each 32
+    elements of a row); docs/derived.md has their arithmetic. `role`: "values", of the source's shape, or "scales", of a number a block:
+    [rows / 128, columns / 128], rounded up, [rows, 1] or [rows, columns / 32]. An engine that registers the values registers the scales too.
     """
 
     source: TensorSpec
