@@ -14,6 +14,21 @@ bool Inside(const Box& inner, const Box& outer) {
   return both.has_value() && *both == inner;
 }
 
+// INTERNAL unless a computed piece is computed from all of the blocks that `box` meets.
+absl::Status CheckHeld(const BoundPiece& piece, const Box& box) {
+  const Box blocks = ComputedFrom(*piece.held->derivation, box);
+  int64_t held = 0;
+  for (const BoundPiece& part : piece.held->parts) {
+    REFITD_RETURN_IF_ERROR(CheckRanks(part));
+    const std::optional<Box> common = Intersect(part.box, blocks);
+    if (common.has_value()) held += ElementCount(*common);
+  }
+  if (held == ElementCount(blocks)) return absl::OkStatus();
+  return Error(absl::StatusCode::kInternal,
+               "program: \"{}\" is computed from {} elements, of which its source piece has {}",
+               piece.name, ElementCount(blocks), held);
+}
+
 absl::Status CheckSide(const BoundPiece& piece, const Box& box, int64_t byte_offset,
                        std::string_view side) {
   REFITD_RETURN_IF_ERROR(CheckRanks(piece));
@@ -29,14 +44,14 @@ absl::Status CheckSide(const BoundPiece& piece, const Box& box, int64_t byte_off
                  "program: move of \"{}\" at byte {} leaves its {} piece of {} bytes", piece.name,
                  byte_offset, side, end);
   }
+  if (piece.held == nullptr) return absl::OkStatus();
   // The box alone decides what a computed piece reads, so the program must say the same (P1).
-  if (piece.held != nullptr &&
-      byte_offset != ByteDistance(box, piece.box, piece.strides, element_bytes)) {
+  if (byte_offset != ByteDistance(box, piece.box, piece.strides, element_bytes)) {
     return Error(absl::StatusCode::kInternal,
                  "program: move of \"{}\" at byte {} is not where its {} piece has the box",
                  piece.name, byte_offset, side);
   }
-  return absl::OkStatus();
+  return CheckHeld(piece, box);
 }
 
 absl::StatusOr<BoundMove> BindMove(const Transfer& transfer, const CopyMove& move) {
@@ -123,7 +138,12 @@ absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
     bound.moves.push_back(move);
   }
   if (transfer.want_source_digests) {
-    for (const BoundPiece& piece : transfer.source) REFITD_RETURN_IF_ERROR(CheckRanks(piece));
+    for (const BoundPiece& piece : transfer.source) {
+      REFITD_RETURN_IF_ERROR(CheckRanks(piece));
+      if (piece.held != nullptr && ElementCount(piece.box) > 0) {
+        REFITD_RETURN_IF_ERROR(CheckHeld(piece, piece.box));
+      }
+    }
   }
   const auto by_source = [](const BoundMove& a, const BoundMove& b) { return a.source < b.source; };
   // Most programs are in this order already.

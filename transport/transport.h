@@ -32,6 +32,8 @@ struct MemorySpan {
   MemoryOrigin origin{};
 };
 
+struct HeldPiece;
+
 // One piece, with the memory in which it lies.
 struct BoundPiece {
   DType dtype = DType::kUint8;
@@ -40,9 +42,17 @@ struct BoundPiece {
   Dims strides;          // elements
   char* data = nullptr;  // first element of the box
   std::string name;      // tensor, for messages
-  // Sources only. Set: the box lies nowhere and is computed from this piece. Offsets and strides
-  // are those of a dense box, and `data` is some address in the memory of `held`.
+  // Sources only. Set: the box lies nowhere and is computed from this. Offsets and strides are
+  // those of a dense box, and `data` is that of the first part.
   std::shared_ptr<const HeldPiece> held = nullptr;
+};
+
+// What trainers hold of the tensor from which a box of a derived tensor is computed.
+struct HeldPiece {
+  std::shared_ptr<const Derivation> derivation;
+  // Disjoint boxes of derivation->from, which hold together all blocks that the box meets. That of
+  // the rank for which the box was planned is first.
+  std::vector<BoundPiece> parts;
 };
 
 // The digest that a destination piece must have after the copies: a sum of digests computed by

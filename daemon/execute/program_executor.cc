@@ -173,45 +173,62 @@ class Binder {
 
   // Returns the piece of a member; binds it and adds it to `list` the first time. `layout` is the
   // program's.
-  static absl::StatusOr<PlacedPiece> Bind(uint32_t member, uint32_t piece, const Layout& layout,
-                                          const Members& members, std::vector<BoundPiece>* list,
-                                          PlacedPieces* known) {
+  absl::StatusOr<PlacedPiece> Bind(uint32_t member, uint32_t piece, const Layout& layout,
+                                   const Members& members, std::vector<BoundPiece>* list,
+                                   PlacedPieces* known) const {
     if (known->empty()) known->resize(members.layouts.size());
     std::vector<uint32_t>& of_member = (*known)[member];
     if (of_member.empty()) of_member.resize(layout.pieces.size());
     if (piece < of_member.size() && of_member[piece] > 0) {
       return PlacedPiece{&layout.pieces[piece], of_member[piece] - 1};
     }
-    const Layout& in_force = *members.layouts[member];
     const bool computed =
         piece < layout.pieces.size() && layout.pieces[piece].computed_from != kNotComputed;
-    REFITD_ASSIGN_OR_RETURN(
-        const Piece* const held,
-        InForce(layout, in_force, computed ? layout.pieces[piece].computed_from : piece));
-    REFITD_ASSIGN_OR_RETURN(BoundPiece bound, BindPiece(in_force, *held, members.regions[member]));
-    const Piece& placed = layout.pieces[piece];
-    if (computed) bound = Computed(layout.tensors[placed.tensor], placed, std::move(bound));
+    REFITD_ASSIGN_OR_RETURN(BoundPiece bound, computed
+                                                  ? Computed(member, piece)
+                                                  : BindInForce(member, piece, layout, members));
     list->push_back(std::move(bound));
     of_member[piece] = static_cast<uint32_t>(list->size());
-    return PlacedPiece{&placed, of_member[piece] - 1};
+    return PlacedPiece{&layout.pieces[piece], of_member[piece] - 1};
   }
 
-  static BoundPiece Computed(const TensorSpec& tensor, const Piece& piece, BoundPiece from) {
-    char* const data = from.data;
-    return {tensor.dtype,
-            tensor.shape,
-            piece.box,
-            piece.strides,
-            data,
-            tensor.name,
-            std::make_shared<HeldPiece>(
-                HeldPiece{tensor.derived, std::move(from.box), std::move(from.strides), data})};
+  static absl::StatusOr<BoundPiece> BindInForce(uint32_t member, uint32_t piece,
+                                                const Layout& layout, const Members& members) {
+    const Layout& in_force = *members.layouts[member];
+    REFITD_ASSIGN_OR_RETURN(const Piece* const held, InForce(layout, in_force, piece));
+    return BindPiece(in_force, *held, members.regions[member]);
+  }
+
+  Members Sources() const { return {bound_.source_layouts, memory_.sources}; }
+
+  // Binds a computed piece of a source.
+  absl::StatusOr<BoundPiece> Computed(uint32_t member, uint32_t piece) const {
+    const Layout& layout = *program_.source_layouts[member];
+    const Piece& computed = layout.pieces[piece];
+    const TensorSpec& tensor = layout.tensors[computed.tensor];
+    auto held = std::make_shared<HeldPiece>();
+    held->derivation = tensor.derived;
+    REFITD_ASSIGN_OR_RETURN(held->parts.emplace_back(),
+                            BindInForce(member, computed.computed_from, layout, Sources()));
+    if (const auto more = program_.held_parts.find({member, piece});
+        more != program_.held_parts.end()) {
+      for (const HeldPart& from : more->second) {
+        REFITD_ASSIGN_OR_RETURN(
+            BoundPiece part,
+            BindInForce(from.layout, from.piece, *program_.source_layouts[from.layout], Sources()));
+        part.data += Distance(part.box, part.strides, from.box, ElementBytes(part.dtype));
+        part.box = from.box;
+        held->parts.push_back(std::move(part));
+      }
+    }
+    char* const data = held->parts.front().data;
+    return BoundPiece{tensor.dtype, tensor.shape, computed.box,   computed.strides,
+                      data,         tensor.name,  std::move(held)};
   }
 
   absl::StatusOr<PlacedPiece> Source(uint32_t member, uint32_t piece,
                                      std::vector<BoundPiece>* list) {
-    return Bind(member, piece, *program_.source_layouts[member],
-                {bound_.source_layouts, memory_.sources}, list, &known_sources_);
+    return Bind(member, piece, *program_.source_layouts[member], Sources(), list, &known_sources_);
   }
 
   absl::StatusOr<PlacedPiece> Destination(uint32_t member, uint32_t piece) {

@@ -12,6 +12,7 @@
 
 #include "tests/e2e/model.h"
 #include "transport/derive/derive.h"
+#include "transport/derive/held_testing.h"
 
 namespace refitd::e2e {
 
@@ -56,8 +57,8 @@ struct DerivedModel {
         tensors.push_back(from[t]);
         continue;
       }
-      const HeldPiece whole{tensor.derived, WholeBox(trained[t].shape),
-                            RowMajorStrides(trained[t].shape), from[t].data()};
+      const HeldPiece whole = HoldOne(tensor.derived, WholeBox(trained[t].shape),
+                                      RowMajorStrides(trained[t].shape), from[t].data());
       std::string& to = tensors.emplace_back(static_cast<size_t>(TensorBytes(tensor)), '\0');
       REQUIRE_FALSE(Derive(whole, tensor.dtype, WholeBox(tensor.shape), to.data()).has_value());
     }

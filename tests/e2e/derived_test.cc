@@ -20,24 +20,60 @@ using Catch::Contains;
 
 constexpr int kRanks = 2;
 
+// Which slices trainers hold.
+enum class Cut {
+  kRows,     // halves, of whole blocks
+  kColumns,  // halves, which cut blocks
+  kBoth,     // a rank has half of the rows of half of the columns
+  kTwice,    // four ranks: two have the left half of all columns, two the right half
+};
+
+// Removes all columns but half of them from what is held.
+Held HalveColumns(Held held, int half) {
+  for (Piece& piece : held.layout.pieces) {
+    if (piece.box.extent.size() < 2) continue;
+    const int64_t columns = piece.box.extent[1] / 2;
+    piece.box.offset[1] += half * columns;
+    piece.box.extent[1] = columns;
+    piece.byte_offset +=
+        half * columns * piece.strides[1] * ElementBytes(held.layout.tensors[piece.tensor].dtype);
+  }
+  return held;
+}
+
+Held HoldCut(const Model& model, Cut cut, int rank) {
+  switch (cut) {
+    case Cut::kRows:
+      return HoldSlice(model, 0, rank, 2);
+    case Cut::kColumns:
+      return HoldSlice(model, 1, rank, 2);
+    case Cut::kBoth:
+      return HalveColumns(HoldSlice(model, 0, rank / 2, 2), rank % 2);
+    default:
+      return HoldSlice(model, 1, rank % 2, 2);
+  }
+}
+
 struct World {
-  // Trainers hold rows; engines hold slices along `dimension`.
-  World(const std::vector<const Daemon*>& daemons, int dimension) {
-    const auto coordinator = [&daemons](int rank) {
-      const Daemon* const daemon = daemons[static_cast<size_t>(rank)];
+  // Trainers are shared out evenly over the daemons of the engines, which hold slices along
+  // `dimension`.
+  World(const std::vector<const Daemon*>& daemons, int dimension, Cut cut = Cut::kRows) {
+    const auto coordinator = [&daemons](const Daemon* daemon) {
       return daemon == daemons[0] ? "" : daemons[0]->address();
     };
-    for (int rank = 0; rank < kRanks; ++rank) {
-      client::TrainerOptions options = ShardsOn(*daemons[static_cast<size_t>(rank)], rank, kRanks);
-      options.connect.coordinator = coordinator(rank);
-      trainers.push_back(std::make_unique<Shards>(options, model.trained,
-                                                  HoldSlice(model.trained, 0, rank, kRanks)));
+    const int ranks = cut == Cut::kBoth || cut == Cut::kTwice ? 4 : 2;
+    for (int rank = 0; rank < ranks; ++rank) {
+      const Daemon* const daemon = daemons[static_cast<size_t>(rank * kRanks / ranks)];
+      client::TrainerOptions options = ShardsOn(*daemon, rank, ranks);
+      options.connect.coordinator = coordinator(daemon);
+      trainers.push_back(
+          std::make_unique<Shards>(options, model.trained, HoldCut(model.trained, cut, rank)));
       REQUIRE(trainers.back()->Register().ok());
     }
     for (int rank = 0; rank < kRanks; ++rank) {
       v1::EngineHello hello =
           RawEngine::Hello("g", "i", rank, kRanks, v1::DELIVERY_IN_PLACE, std::nullopt);
-      hello.set_coordinator(coordinator(rank));
+      hello.set_coordinator(coordinator(daemons[static_cast<size_t>(rank)]));
       hello.set_wait_ms(30'000);
       engines.push_back(std::make_unique<Holder>(daemons[static_cast<size_t>(rank)]->Connect(),
                                                  hello,
@@ -88,17 +124,19 @@ void CheckVersions(World* world) {
   }
 }
 
-TEST_CASE("engines' quantised weights are computed on the way") {
+TEST_CASE("engines' quantised weights are computed on the way, also where shards cut blocks") {
   Daemon daemon;
   const int dimension = GENERATE(0, 1);
-  World world({&daemon, &daemon}, dimension);
+  const Cut cut = GENERATE(Cut::kRows, Cut::kColumns, Cut::kBoth, Cut::kTwice);
+  World world({&daemon, &daemon}, dimension, cut);
   CheckVersions(&world);
 }
 
 TEST_CASE("what crosses to another daemon is computed before it crosses") {
   Daemon a({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
   Daemon b({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
-  World world({&a, &b}, /*dimension=*/1);
+  // The ranks of a daemon hold whole blocks together.
+  World world({&a, &b}, /*dimension=*/1, GENERATE(Cut::kRows, Cut::kBoth));
   CheckVersions(&world);
   // Each daemon sends half of what the other's engine holds, in the engines' dtypes.
   int64_t bytes = 0;
@@ -106,9 +144,29 @@ TEST_CASE("what crosses to another daemon is computed before it crosses") {
   CHECK(a.Resources().wire_bytes_sent() < 4 * bytes / 3);
 }
 
+TEST_CASE("a chain hands on what was computed of blocks that shards cut") {
+  Daemon a({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
+  Daemon b({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
+  Daemon c({"--listen-tcp=127.0.0.1:0", "--daemon-id=c"});
+  World world({&a, &a}, /*dimension=*/0, Cut::kColumns);
+  for (Daemon* const daemon : {&b, &c}) {
+    v1::EngineHello hello =
+        RawEngine::Hello("g", daemon == &b ? "b" : "c", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
+    hello.set_coordinator(a.address());
+    hello.set_wait_ms(30'000);
+    world.engines.push_back(
+        std::make_unique<Holder>(daemon->Connect(), hello, HoldWhole(world.model.served)));
+  }
+  CheckVersions(&world);
+  // It sends each byte once.
+  int64_t bytes = 0;
+  for (const TensorSpec& tensor : world.model.served) bytes += TensorBytes(tensor);
+  CHECK(a.Resources().wire_bytes_sent() < 4 * bytes * 4 / 3);
+}
+
 TEST_CASE("a number that can't be quantised fails the update and is named") {
   Daemon daemon;
-  World world({&daemon, &daemon}, 0);
+  World world({&daemon, &daemon}, 0, GENERATE(Cut::kRows, Cut::kColumns, Cut::kBoth));
   std::vector<std::string> weights = world.model.Trained(1);
   const uint16_t infinity = 0x7f80;
   std::memcpy(&weights[0][2 * (300 * 384 + 129)], &infinity, sizeof(infinity));
@@ -125,20 +183,17 @@ TEST_CASE("a number that can't be quantised fails the update and is named") {
   CHECK(world.Difference(good) == "");
 }
 
-TEST_CASE("blocks that trainers' shards cut are refused by name, and nothing is written") {
-  Daemon daemon;
-  World world({&daemon, &daemon}, 0);
-  for (int rank = 0; rank < kRanks; ++rank) {
-    world.trainers[static_cast<size_t>(rank)]->Hold(
-        HoldSlice(world.model.trained, 1, rank, kRanks));
-    REQUIRE(world.trainers[static_cast<size_t>(rank)]->Register().ok());
-  }
+TEST_CASE("blocks that no daemon's trainers hold are refused by name, and nothing is written") {
+  Daemon a({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
+  Daemon b({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
+  World world({&a, &b}, 0, Cut::kColumns);
   const std::vector<std::string> weights = world.model.Trained(1);
   for (const absl::Status& status : world.Refit(1, weights)) {
     INFO(status);
     CHECK_FALSE(status.ok());
     CHECK_THAT(std::string(status.message()),
-               Contains("needs a whole block of [1, 40] elements of rows"));
+               Contains("needs a whole block of [1, 40] elements of rows, which the trainers of "
+                        "one node must hold"));
   }
   for (const auto& engine : world.engines) CHECK(engine->DifferenceFromEmpty() == "");
 }

@@ -876,12 +876,20 @@ class ClientEngine {
 class ClientTrainer {
  public:
   ClientTrainer(LocalDaemon* daemon, const Model& model)
-      : model_(model), shards_(HoldWhole(model, 0)), source_(daemon, 1, shards_.region_bytes) {
+      : ClientTrainer(daemon, model, HoldWhole(model, 0), 0, 1) {}
+  // Every second rank is on the engines' GPU.
+  ClientTrainer(LocalDaemon* daemon, const Model& model, Held shards, int rank, int world_size)
+      : model_(model),
+        shards_(std::move(shards)),
+        source_(daemon, 1 - rank % 2, shards_.region_bytes) {
     client::TrainerOptions options;
     options.connect.socket = daemon->socket();
     options.connect.group = "g";
     options.connect.spec = client::GroupSpec{};
-    options.connect.device = daemon->uuid(1);
+    options.connect.spec->trainer_ranks = world_size;
+    options.connect.device = daemon->uuid(1 - rank % 2);
+    options.rank = rank;
+    options.world_size = world_size;
     auto trainer = client::Trainer::Attach(options);
     INFO(trainer.status());
     REQUIRE(trainer.ok());
@@ -985,6 +993,46 @@ TEST_CASE("quantised weights are computed on the trainer's GPU, in place and int
   const std::vector<std::string> good = model.Trained(++version);
   CHECK(trainer.Refit(version, good).ok());
   CHECK(engine.Difference(model.served, model.Served(good)) == "");
+}
+
+TEST_CASE("a block that lies on two GPUs is computed on one of them, which reads the other") {
+  LocalDaemon daemon;
+  const DerivedModel model;
+  const ClientEngine engine(&daemon, model.served, std::nullopt);
+  std::vector<std::unique_ptr<ClientTrainer>> trainers;
+  const int dimension = GENERATE(0, 1);
+  constexpr int kRanks = 3;  // 171 of 512 rows, 128 of 384 columns
+  for (int rank = 0; rank < kRanks; ++rank) {
+    trainers.push_back(std::make_unique<ClientTrainer>(
+        &daemon, model.trained, HoldSlice(model.trained, dimension, rank, kRanks), rank, kRanks));
+  }
+  const auto refit = [&](int64_t version, const std::vector<std::string>& weights,
+                         Verification verification) {
+    std::vector<std::future<absl::Status>> calls;
+    for (const auto& trainer : trainers) {
+      calls.push_back(std::async(std::launch::async, [&, trainer = trainer.get()] {
+        return trainer->Refit(version, weights, verification);
+      }));
+    }
+    absl::Status status;
+    for (auto& call : calls) status.Update(call.get());
+    return status;
+  };
+  int64_t version = 0;
+  for (const Verification verification :
+       {Verification::kReadback, Verification::kTransfer, Verification::kOff}) {
+    const std::vector<std::string> weights = model.Trained(++version);
+    const absl::Status status = refit(version, weights, verification);
+    INFO(status);
+    REQUIRE(status.ok());
+    CHECK(engine.Difference(model.served, model.Served(weights)) == "");
+  }
+  // Rows 128 to 256 are on two GPUs, or columns 128 to 256 on one.
+  std::vector<std::string> wrong = model.Trained(++version);
+  const uint16_t nan = 0x7fc0;
+  std::memcpy(&wrong[0][2 * (180 * 384 + 129)], &nan, sizeof(nan));
+  CHECK_THAT(std::string(refit(version, wrong, Verification::kOff).message()),
+             Contains("tensor w, block from element [128, 128] on: NaN"));
 }
 
 TEST_CASE("a version staged in host memory is copied to the GPU, and the one before comes back") {

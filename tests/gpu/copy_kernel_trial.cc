@@ -611,14 +611,17 @@ std::vector<CopyTask> MakeDeriveTasks(const Rates& rates, DerivedKind kind, DTyp
       piece.name = spec.name;
       piece.dtype = spec.dtype;
       piece.shape = spec.shape;
-      piece.held = std::make_shared<HeldPiece>(HeldPiece{.derivation = derivation,
-                                                         .box = WholeBox(from.shape),
-                                                         .strides = RowMajorStrides(from.shape)});
+      BoundPiece held;
+      held.dtype = from.dtype;
+      held.shape = from.shape;
+      held.box = WholeBox(from.shape);
+      held.strides = RowMajorStrides(from.shape);
+      piece.held = std::make_shared<HeldPiece>(HeldPiece{derivation, {held}});
       const Box box = WholeBox(spec.shape);
       DeriveMove move = {
           .source = &piece,
           .box = &box,
-          .held_address = rates.from + static_cast<uint64_t>(at),
+          .held_addresses = {rates.from + static_cast<uint64_t>(at)},
           .destination = digest == Digest::kOnly ? 0 : rates.to + static_cast<uint64_t>(to),
           .destination_strides = RowMajorStrides(spec.shape)};
       if (digest != Digest::kNone) move.proof_sum = 0;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <vector>
 
 #include "transport/cuda/copy_code.h"
 #include "transport/cuda/derive_code.h"
@@ -39,37 +40,46 @@ copy_code::TaskSums Run(CopyKernel kernel, const CopyTask& task, uint32_t thread
 
 }  // namespace
 
-void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t threads) {
+void RunDerive(const CopyLaunch& launch, uint32_t number, uint32_t threads) {
+  const auto task = std::bit_cast<DeriveTask>(launch.tasks[number]);
+  const auto add = [&](uint64_t digest) {
+    Add(launch.stored_sums, task.sum, digest);
+    Add(launch.source_sums, task.proof_sum, digest);
+  };
   if (HasSmallBlocks(static_cast<DerivedKind>(task.kind))) {
     for (uint32_t thread = 0; thread < threads; ++thread) {
-      const uint64_t digest = derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
+      add(derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
         return derive_code::StoreSmall<kDType, kWhole>(task, kTable.data(), thread, threads,
                                                        launch.fault);
-      });
-      Add(launch.stored_sums, task.sum, digest);
-      Add(launch.source_sums, task.proof_sum, digest);
+      }));
     }
     return;
   }
-  for (uint32_t block = 0; block < task.blocks; ++block) {
+  std::vector<DeriveTask> parts;
+  for (uint32_t part = 0; part < task.parts; ++part) {
+    parts.push_back(std::bit_cast<DeriveTask>(launch.tasks[number + part]));
+  }
+  for (uint32_t block = 0; block < task.blocks && !parts.empty(); ++block) {
     uint32_t amax = 0;
-    for (uint32_t thread = 0; thread < threads; ++thread) {
-      amax = std::max(amax, derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
-                        return derive_code::Amax<kDType, kWhole>(task, block, thread, threads);
-                      }));
+    for (const DeriveTask& part : parts) {
+      for (uint32_t thread = 0; thread < threads; ++thread) {
+        amax = std::max(amax, derive_code::Choose(part, [&]<uint8_t kDType, bool kWhole> {
+                          return derive_code::Amax<kDType, kWhole>(part, block, thread, threads);
+                        }));
+      }
     }
     derive::BlockScale scale;
     if (!derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale)) {
       *launch.fault = std::max(*launch.fault, derive_code::FaultOf(task, block));
       continue;
     }
-    for (uint32_t thread = 0; thread < threads; ++thread) {
-      const uint64_t digest = derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
-        return derive_code::Store<kDType, kWhole>(task, block, scale, kTable.data(), thread,
-                                                  threads);
-      });
-      Add(launch.stored_sums, task.sum, digest);
-      Add(launch.source_sums, task.proof_sum, digest);
+    for (const DeriveTask& part : parts) {
+      for (uint32_t thread = 0; thread < threads; ++thread) {
+        add(derive_code::Choose(part, [&]<uint8_t kDType, bool kWhole> {
+          return derive_code::Store<kDType, kWhole>(part, block, scale, kTable.data(), thread,
+                                                    threads);
+        }));
+      }
     }
   }
 }
@@ -81,7 +91,7 @@ void RunTasks(const CopyLaunch& launch, uint32_t threads) {
     CopyTask task = launch.tasks[next / launch.slices];
     const CopyKernel kernel = KernelOf(task);
     if (kernel == CopyKernel::kDerive) {
-      RunDerive(std::bit_cast<DeriveTask>(task), launch, threads);
+      RunDerive(launch, next / launch.slices, threads);
       continue;
     }
     if (kernel == CopyKernel::kPlain) {

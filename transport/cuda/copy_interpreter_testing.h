@@ -13,8 +13,8 @@ namespace refitd {
 // Does what launches of the kernels with `threads` threads per block do, in order; the tasks may be
 // for any kernel (for one kernel if they are cut into slices). Sums are added atomically.
 void RunTasks(const CopyLaunch& launch, uint32_t threads = 512);
-// Does what the derive kernel does for one task of the launch.
-void RunDerive(const DeriveTask& task, const CopyLaunch& launch, uint32_t threads = 256);
+// Does what the derive kernel does for the task `number` of the launch, a DeriveTask.
+void RunDerive(const CopyLaunch& launch, uint32_t number, uint32_t threads = 256);
 
 }  // namespace refitd
 

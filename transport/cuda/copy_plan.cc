@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/inlined_vector.h"
 #include "transport/base/status.h"
 #include "transport/bound_moves.h"
@@ -601,7 +602,6 @@ class CopyPlanner {
                    sums);
     }
     sources_.resize(transfer_.source.size());
-    HoldPieces();
     destinations_.resize(bound.sums.size());
     for (const BoundMove& move : bound.moves) REFITD_RETURN_IF_ERROR(AddMove(move));
     if (transfer_.want_source_digests) {
@@ -617,23 +617,18 @@ class CopyPlanner {
   }
 
  private:
-  // HoldPieces makes a piece of each held source that a computed piece is computed from: such a
-  // source lies in memory.
-  void HoldPieces() {
-    for (const BoundPiece& piece : transfer_.source) {
-      if (piece.held == nullptr) continue;
-      held_.resize(transfer_.source.size());
-      const TensorSpec& from = piece.held->derivation->from;
-      held_[Number(piece)] = {from.dtype,
-                              from.shape,
-                              piece.held->box,
-                              piece.held->strides,
-                              const_cast<char*>(piece.held->data),  // NOLINT: it is only read
-                              from.name};
-    }
+  // The piece that lies in memory; of a computed one, the first part.
+  static const BoundPiece& PlaceOf(const BoundPiece& source) {
+    return source.held == nullptr ? source : source.held->parts.front();
   }
-  const BoundPiece& PlaceOf(const BoundPiece& source) const {
-    return source.held == nullptr ? source : held_[Number(source)];
+  // Where a device reaches the parts of a computed piece. `first`: of the first one.
+  absl::StatusOr<std::vector<uint64_t>> PartsOn(int device, const HeldPiece& held, uint64_t first) {
+    std::vector<uint64_t> addresses = {first};
+    for (size_t i = 1; i < held.parts.size(); ++i) {
+      const BoundPiece& part = held.parts[i];
+      REFITD_ASSIGN_OR_RETURN(addresses.emplace_back(), parts_[&part].On(device, part, addresses_));
+    }
+    return addresses;
   }
   size_t Number(const BoundPiece& source) const {
     return static_cast<size_t>(&source - transfer_.source.data());
@@ -656,10 +651,12 @@ class CopyPlanner {
                             destination.On(device, *move.destination, addresses_));
     const CopyTask task = TaskOf(move, source_address, destination_address);
     if (move.source->held != nullptr) {
+      REFITD_ASSIGN_OR_RETURN(std::vector<uint64_t> held,
+                              PartsOn(device, *move.source->held, source_address));
       const DeriveMove derived = {.source = move.source,
                                   .piece = static_cast<uint32_t>(Number(*move.source)),
                                   .box = move.box,
-                                  .held_address = source_address,
+                                  .held_addresses = std::move(held),
                                   .destination = task.destination,
                                   .destination_strides = move.destination->strides,
                                   .sum = task.sum,
@@ -732,10 +729,11 @@ class CopyPlanner {
       REFITD_ASSIGN_OR_RETURN(const uint64_t address,
                               sources_[i].On(device, PlaceOf(piece), addresses_));
       if (piece.held != nullptr) {
+        REFITD_ASSIGN_OR_RETURN(std::vector<uint64_t> held, PartsOn(device, *piece.held, address));
         const DeriveMove digest = {.source = &piece,
                                    .piece = static_cast<uint32_t>(i),
                                    .box = &piece.box,
-                                   .held_address = address,
+                                   .held_addresses = std::move(held),
                                    .proof_sum = static_cast<uint32_t>(first_sum + i)};
         REFITD_RETURN_IF_ERROR(devices_[device].AddDerived(
             device, digest, ElementCount(piece.box) * ElementBytes(piece.dtype)));
@@ -756,8 +754,8 @@ class CopyPlanner {
   const Verification verification_;
   CopyAddresses* const addresses_;
   const CopyPlanOptions options_;
-  std::vector<Endpoint> sources_;       // per source piece
-  std::vector<BoundPiece> held_;        // per source piece, if any is computed
+  std::vector<Endpoint> sources_;                           // per source piece
+  absl::flat_hash_map<const BoundPiece*, Endpoint> parts_;  // of computed pieces, not the first
   std::vector<Endpoint> destinations_;  // per sum: destination pieces that are written
   Devices devices_;
   Devices readback_;

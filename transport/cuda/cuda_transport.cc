@@ -1285,6 +1285,11 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
 
  private:
   bool OnHost(const BoundPiece& piece) const {
+    if (piece.held != nullptr) {
+      const std::vector<BoundPiece>& parts = piece.held->parts;
+      return std::all_of(parts.begin(), parts.end(),
+                         [this](const BoundPiece& part) { return OnHost(part); });
+    }
     return PieceSpan(piece) == 0 || engine_->memory().Find(piece.data, 1) == nullptr;
   }
 

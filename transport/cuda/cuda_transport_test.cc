@@ -150,6 +150,62 @@ TEST_CASE("random transfers leave the host transport's bytes, digests and counts
   }
 }
 
+TEST_CASE("a block is computed of parts in host memory and on two devices") {
+  Setup setup;
+  const Dims shape = {256, 128};
+  const auto derivation = std::make_shared<Derivation>(
+      Derivation{{"w", DType::kFloat32, shape}, DerivedKind::kFp8Block, DerivedRole::kValues});
+  std::vector<float> numbers(256 * 128);
+  for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<float>(i % 1013) - 500;
+  const auto bytes_of = [&numbers](int64_t first, int64_t rows) {
+    std::vector<char> bytes(static_cast<size_t>(rows * 128 * 4));
+    std::memcpy(bytes.data(), &numbers[static_cast<size_t>(first * 128)], bytes.size());
+    return bytes;
+  };
+  std::vector<std::shared_ptr<const DeviceRegion>> regions;
+  Exporter* const exporter = setup.exporter();
+  const auto open = [&](int device, const std::vector<char>& bytes) {
+    regions.push_back(*setup.memory->OpenBlock(device, exporter->Export(device, bytes)));
+    return regions.back()->data();
+  };
+  std::vector<char> on_host = bytes_of(0, 100);
+  const auto part = [&](int64_t first, int64_t rows, char* data) {
+    return BoundPiece{DType::kFloat32, shape, {{first, 0}, {rows, 128}}, {128, 1}, data, "w"};
+  };
+  std::vector<BoundPiece> parts = {part(0, 100, on_host.data()),
+                                   part(100, 100, open(0, bytes_of(100, 100))),
+                                   part(200, 56, open(1, bytes_of(200, 56)))};
+  // The part that decides where the task runs may lie anywhere.
+  std::rotate(parts.begin(), parts.begin() + GENERATE(0, 1, 2), parts.end());
+  const std::vector<char> empty(256 * 128);
+  BoundPiece piece{DType::kFloat8E4M3FN, shape, WholeBox(shape), {128, 1}, parts[0].data, "w.q"};
+  Transfer transfer;
+  transfer.destinations = {{piece}};
+  transfer.destinations[0][0].data = open(1, empty);
+  piece.held = std::make_shared<HeldPiece>(HeldPiece{derivation, parts});
+  transfer.source = {piece};
+  transfer.plan.moves.push_back({.box = WholeBox(shape)});
+  transfer.verification = Verification::kTransfer;
+  const TransferResult result = Run(setup.transport.get(), transfer);
+  INFO(result.status);
+  REQUIRE(result.status.ok());
+
+  // What the host makes of one part.
+  std::vector<char> whole = bytes_of(0, 256);
+  std::vector<char> expected = empty;
+  piece.held = std::make_shared<HeldPiece>(HeldPiece{derivation, {part(0, 256, whole.data())}});
+  transfer.source = {piece};
+  transfer.destinations[0][0].data = expected.data();
+  REQUIRE(Run(setup.host.get(), transfer).status.ok());
+  CHECK(exporter->Read(2, expected.size()) == expected);
+
+  // A program whose parts lack a row would compute with what is not there.
+  parts.back().box.extent[0] -= 1;
+  piece.held = std::make_shared<HeldPiece>(HeldPiece{derivation, parts});
+  transfer.source = {piece};
+  CHECK(Run(setup.host.get(), transfer).status.code() == absl::StatusCode::kInternal);
+}
+
 TEST_CASE("copy engines move large pieces to other devices, but not what the kernel digests") {
   Rng random(kSeed + 30);
   for (const Verification verification :

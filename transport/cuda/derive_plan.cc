@@ -1,39 +1,24 @@
 #include "transport/cuda/derive_plan.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
+#include <optional>
 
 #include "transport/base/status.h"
+#include "transport/derive/matrices.h"
 
 namespace refitd {
 namespace {
 
+using derive::Common;
+using derive::LeadingDistance;
+using derive::Matrix;
+using derive::MatrixOf;
+using derive::Range;
+
 // The most elements of a task, unless one block has more.
 constexpr int64_t kTaskElements = 256 << 10;
-
-// A range of indices.
-struct Range {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t size() const { return end - begin; }
-};
-
-// The last two dimensions, as rows and columns; a dimension that is not there has one index.
-struct Matrix {
-  Range rows{0, 1};
-  Range columns{0, 1};
-};
-
-Matrix MatrixOf(const Box& box) {
-  Matrix matrix;
-  const size_t rank = box.offset.size();
-  if (rank >= 1)
-    matrix.columns = {box.offset[rank - 1], box.offset[rank - 1] + box.extent[rank - 1]};
-  if (rank >= 2) matrix.rows = {box.offset[rank - 2], box.offset[rank - 2] + box.extent[rank - 2]};
-  return matrix;
-}
-
-Matrix MatrixOf(const Dims& extent) { return MatrixOf(WholeBox(extent)); }
 
 // Distances from one row, and from one column, to the next.
 struct Steps {
@@ -59,66 +44,84 @@ class Cutter {
  public:
   Cutter(const DeriveMove& move, int64_t most, std::vector<DeriveTask>* tasks)
       : move_(move),
-        held_(*move.source->held),
-        derivation_(*held_.derivation),
+        derivation_(*move.source->held->derivation),
         scales_(derivation_.kind != DerivedKind::kCast && derivation_.role == DerivedRole::kScales),
         most_(most),
         tasks_(tasks),
         block_extents_(BlockOf(derivation_)),
         block_(MatrixOf(block_extents_)),
         shape_(MatrixOf(derivation_.from.shape)),
-        held_box_(MatrixOf(held_.box)),
         box_(MatrixOf(*move.box)),
         held_bytes_(ElementBytes(derivation_.from.dtype)),
         element_bytes_(ElementBytes(move.source->dtype)),
         index_strides_(RowMajorStrides(move.source->shape)),
-        from_(StepsOf(held_.strides, held_bytes_)),
+        zero_(move.source->shape.size(), 0),
         to_(StepsOf(move.destination_strides, element_bytes_)),
-        index_(StepsOf(index_strides_, 1)) {}
+        index_(StepsOf(index_strides_, 1)) {
+    for (size_t i = 0; i < move.source->held->parts.size(); ++i) {
+      const BoundPiece& part = move.source->held->parts[i];
+      parts_.push_back({.piece = &part,
+                        .address = move.held_addresses[i],
+                        .box = MatrixOf(part.box),
+                        .steps = StepsOf(part.strides, held_bytes_)});
+    }
+  }
 
   absl::Status Run() {
-    const Box& box = *move_.box;
-    if (ElementCount(box) == 0) return absl::OkStatus();
-    const size_t leading = box.offset.size() - std::min<size_t>(box.offset.size(), 2);
-    at_ = box.offset;
-    while (true) {
-      const bool whole = derivation_.kind == DerivedKind::kCast || HasSmallBlocks(derivation_.kind);
-      REFITD_RETURN_IF_ERROR(whole ? CutRows() : CutBlocks());
-      size_t d = leading;
-      while (d > 0 && at_[d - 1] + 1 == box.offset[d - 1] + box.extent[d - 1]) {
-        at_[d - 1] = box.offset[d - 1];
-        --d;
-      }
-      if (d == 0) return absl::OkStatus();
-      ++at_[d - 1];
-    }
+    absl::Status status;
+    if (ElementCount(*move_.box) == 0) return status;
+    const Box blocks = ComputedFrom(derivation_, *move_.box);
+    const auto whole = std::find_if(parts_.begin(), parts_.end(), [&blocks](const Part& part) {
+      return Intersect(part.piece->box, blocks) == blocks;
+    });
+    const bool rows = derivation_.kind == DerivedKind::kCast || HasSmallBlocks(derivation_.kind);
+    derive::ForEachMatrix(*move_.box, [&](const Dims& at) {
+      at_ = at;
+      status = whole == parts_.end() ? CutParts() : rows ? CutRows(*whole) : CutBlocks(*whole);
+      return status.ok();
+    });
+    return status;
   }
 
  private:
-  // The sum over the leading dimensions of the distance from `from` to at_ times the stride.
-  int64_t Leading(const Dims* from, const Dims& strides) const {
-    int64_t sum = 0;
-    for (size_t d = 0; d + 2 < at_.size(); ++d) {
-      sum += (at_[d] - (from == nullptr ? 0 : (*from)[d])) * strides[d];
-    }
-    return sum;
-  }
+  struct Part {
+    const BoundPiece* piece = nullptr;
+    uint64_t address = 0;
+    Matrix box;
+    Steps steps;
+  };
 
-  absl::Status CutBlocks() {
+  absl::Status CutBlocks(const Part& part) {
     const std::vector<Alike> bands = AlikeIn(box_.rows, block_.rows.size(), shape_.rows.end);
     const std::vector<Alike> blocks =
         AlikeIn(box_.columns, block_.columns.size(), shape_.columns.end);
     // Rows of a matrix that has one block a row are joined; else the blocks of a row.
     if (block_.columns.size() >= shape_.columns.end) {
       for (const Alike& band : bands) {
-        REFITD_RETURN_IF_ERROR(Add(band, blocks.front(), band.count, block_.rows.size(), 0));
+        REFITD_RETURN_IF_ERROR(Add(part, band, blocks.front(), band.count, block_.rows.size(), 0));
       }
       return absl::OkStatus();
     }
     for (Alike band : bands) {
-      for (; band.count > 0; band = Next(band)) {
+      for (; band.count > 0; band = Next(band, block_.rows.size())) {
         for (const Alike& block : blocks) {
-          REFITD_RETURN_IF_ERROR(Add(band, block, block.count, 0, block_.columns.size()));
+          REFITD_RETURN_IF_ERROR(Add(part, band, block, block.count, 0, block_.columns.size()));
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Cuts blocks that lie in several parts.
+  absl::Status CutParts() {
+    const std::vector<Alike> blocks =
+        AlikeIn(box_.columns, block_.columns.size(), shape_.columns.end);
+    for (Alike band : AlikeIn(box_.rows, block_.rows.size(), shape_.rows.end)) {
+      for (; band.count > 0; band = Next(band, block_.rows.size())) {
+        for (Alike block : blocks) {
+          for (; block.count > 0; block = Next(block, block_.columns.size())) {
+            REFITD_RETURN_IF_ERROR(AddParts(band, block));
+          }
         }
       }
     }
@@ -126,7 +129,7 @@ class Cutter {
   }
 
   // Cuts casts, and kinds with small blocks, into parts of whole rows of the box, or of one row.
-  absl::Status CutRows() {
+  absl::Status CutRows(const Part& part) {
     const int64_t block = block_.columns.size();
     const int64_t unit = scales_ ? block : 1;  // elements of the source for an element of the box
     // A multiple of the block, so that no block has two tasks.
@@ -142,7 +145,7 @@ class Cutter {
         const Range window = scales_ ? Range{blocks.begin, blocks.begin + (end - column) / unit}
                                      : Range{column, end};
         REFITD_RETURN_IF_ERROR(
-            Add({row, 1, all_rows, all_rows}, {column / unit, 1, blocks, window}, 1, 0, 0));
+            Add(part, {row, 1, all_rows, all_rows}, {column / unit, 1, blocks, window}, 1, 0, 0));
         column = end;
       }
     }
@@ -168,42 +171,44 @@ class Cutter {
     return found;
   }
 
-  // The blocks after the first.
-  Alike Next(const Alike& alike) const {
-    const int64_t block = block_.rows.size();
+  // The blocks, of `block` elements, after the first.
+  static Alike Next(const Alike& alike, int64_t block) {
     return {alike.first + 1,
             alike.count - 1,
             {alike.all.begin + block, alike.all.end + block},
             {alike.window.begin + block, alike.window.end + block}};
   }
 
-  // Adds `count` blocks, of which each lies so many rows and columns of elements behind the last.
-  absl::Status Add(const Alike& band, const Alike& block, int64_t count, int64_t rows,
-                   int64_t columns) {
+  // The first task of blocks of which each lies so many rows and columns of elements behind the
+  // last.
+  DeriveTask TaskOf(const Part& part, const Alike& band, const Alike& block, int64_t rows,
+                    int64_t columns) const {
     // In elements of the derived tensor.
     const int64_t row = scales_ ? band.first : band.window.begin;
     const int64_t column = scales_ ? block.first : block.window.begin;
     const int64_t derived_rows = scales_ ? rows / block_.rows.size() : rows;
     const int64_t derived_columns = scales_ ? columns / block_.columns.size() : columns;
     DeriveTask task;
-    task.source = move_.held_address +
-                  static_cast<uint64_t>(Leading(&held_.box.offset, held_.strides) * held_bytes_ +
-                                        (band.all.begin - held_box_.rows.begin) * from_.row +
-                                        (block.all.begin - held_box_.columns.begin) * from_.column);
+    task.source =
+        part.address +
+        static_cast<uint64_t>(LeadingDistance(at_, part.piece->box.offset, part.piece->strides) *
+                                  held_bytes_ +
+                              (band.all.begin - part.box.rows.begin) * part.steps.row +
+                              (block.all.begin - part.box.columns.begin) * part.steps.column);
     if (move_.destination != 0) {
       task.destination =
           move_.destination +
           static_cast<uint64_t>(
-              Leading(&move_.box->offset, move_.destination_strides) * element_bytes_ +
+              LeadingDistance(at_, move_.box->offset, move_.destination_strides) * element_bytes_ +
               (row - box_.rows.begin) * to_.row + (column - box_.columns.begin) * to_.column);
     }
-    task.index = static_cast<uint64_t>(Leading(nullptr, index_strides_) + row * index_.row +
-                                       column * index_.column);
-    task.source_row = from_.row;
-    task.source_column = from_.column;
+    task.index = static_cast<uint64_t>(LeadingDistance(at_, zero_, index_strides_) +
+                                       row * index_.row + column * index_.column);
+    task.source_row = part.steps.row;
+    task.source_column = part.steps.column;
     task.source_block = HasSmallBlocks(derivation_.kind)
                             ? shape_.columns.size() / block_.columns.size()
-                            : rows * from_.row + columns * from_.column;
+                            : rows * part.steps.row + columns * part.steps.column;
     task.destination_row = to_.row;
     task.destination_column = to_.column;
     task.destination_block = derived_rows * to_.row + derived_columns * to_.column;
@@ -224,13 +229,17 @@ class Cutter {
     task.sum = move_.sum;
     task.proof_sum = move_.proof_sum;
     task.piece = move_.piece;
+    return task;
+  }
+
+  // Adds `count` blocks, of which each lies so many rows and columns of elements behind the last.
+  absl::Status Add(const Part& part, const Alike& band, const Alike& block, int64_t count,
+                   int64_t rows, int64_t columns) {
+    DeriveTask task = TaskOf(part, band, block, rows, columns);
     const int64_t fit = kTaskElements / (int64_t{task.rows} * task.columns);
     const int64_t step = std::clamp<int64_t>(fit, 1, kMaxDeriveBlocks);
     for (int64_t done = 0; done < count; done += step) {
-      if (static_cast<int64_t>(tasks_->size()) >= most_) {
-        return Error(absl::StatusCode::kResourceExhausted,
-                     "\"{}\" would take more than {} tasks of a device", move_.source->name, most_);
-      }
+      REFITD_RETURN_IF_ERROR(CheckRoom(1));
       task.blocks = static_cast<uint16_t>(std::min(step, count - done));
       tasks_->push_back(task);
       task.source += static_cast<uint64_t>(step * task.source_block);
@@ -241,6 +250,103 @@ class Cutter {
       task.place = Saturated(int64_t{task.place} + step);
     }
     return absl::OkStatus();
+  }
+
+  absl::Status CheckRoom(int64_t tasks) const {
+    if (std::ssize(*tasks_) + tasks <= most_) return absl::OkStatus();
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "\"{}\" would take more than {} tasks of a device", move_.source->name, most_);
+  }
+
+  // Adds the first block of `band` and `block`, with a task for each part.
+  absl::Status AddParts(const Alike& band, const Alike& block) {
+    block_tasks_.clear();
+    for (const Part& part : parts_) {
+      const Matrix held = Common(part.box, {.rows = band.all, .columns = block.all});
+      if (held.empty() || !HasPlace(*part.piece)) continue;
+      if (std::ssize(block_tasks_) == kMaxDeriveParts) {
+        return Error(absl::StatusCode::kResourceExhausted,
+                     "\"{}\": a block of {} lies in more than {} pieces", move_.source->name,
+                     derivation_.from.name, kMaxDeriveParts);
+      }
+      block_tasks_.push_back(PartOf(part, held, band, block));
+    }
+    DeriveTask& first = block_tasks_.front();
+    first.parts = static_cast<uint8_t>(block_tasks_.size());
+    first.place = PlaceOf(band.all.begin, block.all.begin);
+    if (Joined(band.all.size() * block.all.size())) return absl::OkStatus();
+    REFITD_RETURN_IF_ERROR(CheckRoom(std::ssize(block_tasks_)));
+    last_ = tasks_->size();
+    tasks_->insert(tasks_->end(), block_tasks_.begin(), block_tasks_.end());
+    return absl::OkStatus();
+  }
+
+  bool HasPlace(const BoundPiece& part) const {
+    for (size_t d = 0; d < at_.size(); ++d) {
+      if (at_[d] < part.box.offset[d] || at_[d] >= part.box.offset[d] + part.box.extent[d]) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // The task for the elements `held` of a block.
+  DeriveTask PartOf(const Part& part, const Matrix& held, const Alike& band,
+                    const Alike& block) const {
+    Matrix window = Common(held, {.rows = band.window, .columns = block.window});
+    // The first task stores a scale, whatever its window.
+    const bool stores = scales_ ? block_tasks_.empty() : !window.empty();
+    if (scales_ || !stores) window = held;
+    DeriveTask task = TaskOf(part, {band.first, 1, held.rows, window.rows},
+                             {block.first, 1, held.columns, window.columns}, 0, 0);
+    task.parts = 0;
+    if (stores) return task;
+    task.element_bytes = 1;
+    task.role = static_cast<uint8_t>(DerivedRole::kValues);
+    task.window_rows = 0;
+    task.destination = task.index = 0;
+    task.destination_row = task.destination_column = task.index_row = 0;
+    return task;
+  }
+
+  // Adds block_tasks_, of a block of so many elements, to the tasks before, if it follows the
+  // blocks there at the same distances.
+  bool Joined(int64_t elements) {
+    if (!last_.has_value()) return false;
+    const auto last = tasks_->begin() + static_cast<std::ptrdiff_t>(*last_);
+    const DeriveTask& first = block_tasks_.front();
+    if (last->blocks >= kMaxDeriveBlocks || (last->blocks + 1) * elements > kTaskElements ||
+        first.parts != last->parts || first.place != last->place + last->blocks ||
+        !std::equal(block_tasks_.begin(), block_tasks_.end(), last, Follows)) {
+      return false;
+    }
+    for (size_t i = 0; i < block_tasks_.size(); ++i) {
+      DeriveTask& task = last[static_cast<std::ptrdiff_t>(i)];
+      if (task.blocks == 1) {
+        task.source_block = Step(task, block_tasks_[i], &DeriveTask::source);
+        task.destination_block = Step(task, block_tasks_[i], &DeriveTask::destination);
+        task.index_block = Step(task, block_tasks_[i], &DeriveTask::index);
+      }
+      ++task.blocks;
+    }
+    return true;
+  }
+
+  static int64_t Step(const DeriveTask& from, const DeriveTask& to, uint64_t DeriveTask::*field) {
+    return static_cast<int64_t>(to.*field - from.*field);
+  }
+
+  // Whether the block of `task` has the form of those of `last`, and their distance.
+  static bool Follows(const DeriveTask& task, const DeriveTask& last) {
+    if (last.rows != task.rows || last.columns != task.columns ||
+        last.first_row != task.first_row || last.first_column != task.first_column ||
+        last.window_rows != task.window_rows || last.window_columns != task.window_columns) {
+      return false;
+    }
+    return last.blocks == 1 ||
+           (Step(last, task, &DeriveTask::source) == last.blocks * last.source_block &&
+            Step(last, task, &DeriveTask::destination) == last.blocks * last.destination_block &&
+            Step(last, task, &DeriveTask::index) == last.blocks * last.index_block);
   }
 
   static uint32_t Saturated(int64_t place) {
@@ -260,23 +366,26 @@ class Cutter {
   }
 
   const DeriveMove& move_;
-  const HeldPiece& held_;
   const Derivation& derivation_;
   const bool scales_;
   const int64_t most_;
   std::vector<DeriveTask>* const tasks_;
   const Dims block_extents_;
   const Matrix block_;
-  const Matrix shape_;  // of derivation_.from
-  const Matrix held_box_;
+  const Matrix shape_;           // of derivation_.from
   const Matrix box_;             // of the derived tensor
   const int64_t held_bytes_;     // of an element
   const int64_t element_bytes_;  // of the derived tensor
   const Dims index_strides_;
-  const Steps from_;
+  const Dims zero_;
   const Steps to_;
   const Steps index_;
+  std::vector<Part> parts_;
   Dims at_;  // the leading dimensions' indices
+  // Of blocks that lie in several parts: the tasks of the current one, and where those of the
+  // blocks before begin.
+  std::vector<DeriveTask> block_tasks_;
+  std::optional<size_t> last_;
 };
 
 }  // namespace

@@ -16,14 +16,15 @@ struct DeriveMove {
   const BoundPiece* source = nullptr;  // with `held`
   uint32_t piece = 0;                  // index of `source` in the transfer
   const Box* box = nullptr;
-  uint64_t held_address = 0;  // of held->data, for the device that runs the tasks
-  uint64_t destination = 0;   // of the box's first element, for that device; 0: nothing is stored
+  std::vector<uint64_t> held_addresses = {};  // of held->parts, for the device that runs the tasks
+  uint64_t destination = 0;  // of the box's first element, for that device; 0: nothing is stored
   Dims destination_strides = {};  // elements
   uint32_t sum = kNoSum;
   uint32_t proof_sum = kNoSum;
 };
 
-// Adds the tasks of the move. RESOURCE_EXHAUSTED: there would be more than `most` in all.
+// Adds the tasks of the move. RESOURCE_EXHAUSTED: there would be more than `most` in all, or a
+// block has more than kMaxDeriveParts.
 absl::Status AddDeriveTasks(const DeriveMove& move, int64_t most, std::vector<DeriveTask>* tasks);
 
 // The first element, in the trainers' tensor, of the block with that number (DeriveTask::place).

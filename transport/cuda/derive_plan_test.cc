@@ -11,6 +11,7 @@
 #include "transport/cuda/copy_interpreter_testing.h"
 #include "transport/cuda/copy_plan.h"
 #include "transport/derive/derive.h"
+#include "transport/derive/held_testing.h"
 #include "transport/digest/digest.h"
 
 namespace refitd {
@@ -104,7 +105,10 @@ struct World {
       std::memcpy(&memory[i], &bits, static_cast<size_t>(element));
     }
     const int64_t shift = Between(rng, 0, 3) * element;
-    held = std::make_shared<HeldPiece>(HeldPiece{derivation, part, strides, memory.data() + shift});
+    held = std::make_shared<HeldPiece>(HoldOne(derivation, part, strides, memory.data() + shift));
+    if (MayBeCut(kind) && Between(rng, 0, 1) == 1) {
+      CutHeld(rng, static_cast<int>(Between(rng, 2, 12)), held.get(), &parts);
+    }
     box = *ComputableBox(*derivation, part);
     whole = box;
     for (size_t d = 0; d < box.offset.size(); ++d) {
@@ -126,8 +130,8 @@ struct World {
   Transfer MakeTransfer() {
     const Dims shape = ComputableBox(*derivation, WholeBox(derivation->from.shape))->extent;
     Transfer transfer;
-    transfer.source.push_back({to_dtype, shape, whole, RowMajorStrides(whole.extent),
-                               const_cast<char*>(held->data), "w.q", held});
+    transfer.source.push_back(
+        {to_dtype, shape, whole, RowMajorStrides(whole.extent), held->parts[0].data, "w.q", held});
     transfer.destinations.push_back({{to_dtype, shape, box, to_strides, at, "w.q"}});
     CopyMove move;
     move.box = box;
@@ -172,6 +176,7 @@ struct World {
   std::shared_ptr<HeldPiece> held;
   DType to_dtype = DType::kFloat32;
   std::vector<char> memory;
+  std::list<std::vector<char>> parts;
   Box box;    // what is moved
   Box whole;  // what can be
   Dims to_strides;
@@ -226,7 +231,7 @@ TEST_CASE("blocks beside one another share a task") {
   const Dims shape = {1024, 4096};
   const auto derivation = std::make_shared<Derivation>(
       Derivation{{"w", DType::kBFloat16, shape}, DerivedKind::kFp8Block, DerivedRole::kValues});
-  const HeldPiece held{derivation, WholeBox(shape), RowMajorStrides(shape), nullptr};
+  const HeldPiece held = HoldOne(derivation, WholeBox(shape), RowMajorStrides(shape), nullptr);
   const BoundPiece source{DType::kFloat8E4M3FN,
                           shape,
                           WholeBox(shape),
@@ -239,7 +244,7 @@ TEST_CASE("blocks beside one another share a task") {
   const DeriveMove move{.source = &source,
                         .piece = 0,
                         .box = &all,
-                        .held_address = 1 << 20,
+                        .held_addresses = {1 << 20},
                         .destination = 1 << 30,
                         .destination_strides = RowMajorStrides(shape)};
   CHECK(AddDeriveTasks(move, 1000, &tasks).ok());
@@ -248,6 +253,102 @@ TEST_CASE("blocks beside one another share a task") {
   CHECK(tasks[1].place == 16);
   CHECK(AddDeriveTasks(move, 20, &tasks).code() == absl::StatusCode::kResourceExhausted);
   CHECK(ElementAt(*derivation, tasks[3].place) == Dims{128, 2048});
+}
+
+TEST_CASE("blocks that shards cut alike share tasks, one for each part") {
+  const Dims shape = {256, 1024};
+  const auto derivation = std::make_shared<Derivation>(
+      Derivation{{"w", DType::kBFloat16, shape}, DerivedKind::kFp8Block, DerivedRole::kValues});
+  HeldPiece held{derivation, {}};
+  const auto hold = [&](const Box& box) {
+    held.parts.push_back({DType::kBFloat16, shape, box, RowMajorStrides(box.extent), nullptr, "w"});
+  };
+  hold({{0, 0}, {200, 1024}});
+  hold({{200, 0}, {56, 1024}});
+  const auto tasks_of = [&](const HeldPiece& of, std::vector<DeriveTask>* tasks) {
+    const BoundPiece source{DType::kFloat8E4M3FN,           shape,   WholeBox(shape),
+                            RowMajorStrides(shape),         nullptr, "w.q",
+                            std::make_shared<HeldPiece>(of)};
+    const Box all = WholeBox(shape);
+    DeriveMove move{.source = &source,
+                    .piece = 0,
+                    .box = &all,
+                    .destination = 1 << 30,
+                    .destination_strides = RowMajorStrides(shape)};
+    for (size_t i = 0; i < of.parts.size(); ++i) move.held_addresses.push_back((i + 1) << 20);
+    return AddDeriveTasks(move, 1000, tasks);
+  };
+  std::vector<DeriveTask> tasks;
+  REQUIRE(tasks_of(held, &tasks).ok());
+  REQUIRE(tasks.size() == 3);  // eight blocks in one part, eight in two
+  CHECK(tasks[0].parts == 1);
+  CHECK(tasks[0].blocks == 8);
+  CHECK(tasks[1].parts == 2);
+  CHECK(tasks[1].blocks == 8);
+  CHECK(tasks[1].rows == 72);
+  CHECK(tasks[1].source == (1 << 20) + 128 * 1024 * 2);
+  CHECK(tasks[2].parts == 0);
+  CHECK(tasks[2].blocks == 8);
+  CHECK(tasks[2].rows == 56);
+  CHECK(tasks[2].source == 2 << 20);
+  CHECK(tasks[2].destination == (1 << 30) + 200 * 1024);
+
+  held.parts.pop_back();
+  for (int64_t row = 200; row < 256; ++row) {
+    for (int64_t column = 0; column < 1024; column += 16) hold({{row, column}, {1, 16}});
+  }
+  const absl::Status status = tasks_of(held, &tasks);
+  CHECK(status.code() == absl::StatusCode::kResourceExhausted);
+  CHECK(status.message() == "\"w.q\": a block of w lies in more than 255 pieces");
+}
+
+TEST_CASE("parts that begin at multiples of a vector give what one part gives") {
+  Rng rng(5);
+  const Dims shape = {300, 512};
+  const DType dtype = GENERATE(from_range(std::begin(kFloats), std::end(kFloats)));
+  const auto kind = GENERATE(DerivedKind::kFp8Block, DerivedKind::kFp8Channel);
+  const auto role = GENERATE(DerivedRole::kValues, DerivedRole::kScales);
+  const auto derivation = std::make_shared<Derivation>(Derivation{{"w", dtype, shape}, kind, role});
+  const int64_t element = ElementBytes(dtype);
+  std::vector<char> memory(static_cast<size_t>(300 * 512 * element));
+  for (size_t i = 0; i < memory.size(); i += static_cast<size_t>(element)) {
+    const auto number = static_cast<float>(Between(rng, -1000, 1000));
+    const uint32_t bits = dtype == DType::kFloat32    ? derive::BitsOf(number)
+                          : dtype == DType::kBFloat16 ? derive::ToBFloat16(number)
+                                                      : derive::ToFloat16(number);
+    std::memcpy(&memory[i], &bits, static_cast<size_t>(element));
+  }
+  const HeldPiece whole =
+      HoldOne(derivation, WholeBox(shape), RowMajorStrides(shape), memory.data());
+  HeldPiece cut{derivation, {}};
+  for (const Box& box :
+       {Box{{0, 0}, {200, 320}}, Box{{0, 320}, {200, 192}}, Box{{200, 0}, {100, 512}}}) {
+    BoundPiece part = whole.parts[0];
+    part.box = box;
+    part.data += (box.offset[0] * 512 + box.offset[1]) * element;
+    cut.parts.push_back(part);
+  }
+  const Box all = *ComputableBox(*derivation, WholeBox(shape));
+  const DType to = role == DerivedRole::kValues ? DType::kFloat8E4M3FN : DType::kFloat32;
+  const auto derived = [&](const HeldPiece& held, Outcome* outcome) {
+    std::vector<char> stored(static_cast<size_t>(ElementCount(all) * ElementBytes(to)));
+    BoundPiece piece{to, all.extent, all, RowMajorStrides(all.extent), memory.data(), "w.q"};
+    Transfer transfer;
+    transfer.destinations = {{piece}};
+    transfer.destinations[0][0].data = stored.data();
+    piece.held = std::make_shared<HeldPiece>(held);
+    transfer.source = {piece};
+    transfer.plan.moves.push_back({.box = all});
+    *outcome = RunPlan(transfer, Verification::kTransfer);
+    return stored;
+  };
+  Outcome of_whole;
+  Outcome of_cut;
+  CHECK(derived(cut, &of_cut) == derived(whole, &of_whole));
+  CHECK(of_cut.stored == of_whole.stored);
+  CHECK(of_cut.source == of_whole.source);
+  CHECK(of_cut.fault == 0);
+  CHECK(of_cut.tasks > of_whole.tasks);
 }
 
 TEST_CASE("rows that have a scale each share a task") {
@@ -261,12 +362,15 @@ TEST_CASE("rows that have a scale each share a task") {
                           {1, 1},
                           nullptr,
                           "w",
-                          std::make_shared<HeldPiece>(HeldPiece{derivation, WholeBox(shape),
-                                                                RowMajorStrides(shape), nullptr})};
+                          std::make_shared<HeldPiece>(HoldOne(derivation, WholeBox(shape),
+                                                              RowMajorStrides(shape), nullptr))};
   std::vector<DeriveTask> tasks;
-  CHECK(AddDeriveTasks(
-            {.source = &source, .box = &all, .destination = 1 << 30, .destination_strides = {1, 1}},
-            1000, &tasks)
+  CHECK(AddDeriveTasks({.source = &source,
+                        .box = &all,
+                        .held_addresses = {0},
+                        .destination = 1 << 30,
+                        .destination_strides = {1, 1}},
+                       1000, &tasks)
             .ok());
   REQUIRE(tasks.size() == 8);  // of 128 rows, 256 Ki elements; the last has 104
   CHECK(tasks.back().blocks == 104);
@@ -286,8 +390,8 @@ TEST_CASE("a small block without a result is named") {
   Transfer transfer;
   transfer.source.push_back({DType::kFloat8E4M3FN, shape, WholeBox(shape), RowMajorStrides(shape),
                              data, "w.q",
-                             std::make_shared<HeldPiece>(HeldPiece{derivation, WholeBox(shape),
-                                                                   RowMajorStrides(shape), data})});
+                             std::make_shared<HeldPiece>(HoldOne(derivation, WholeBox(shape),
+                                                                 RowMajorStrides(shape), data))});
   transfer.destinations.push_back({{DType::kFloat8E4M3FN, shape, WholeBox(shape),
                                     RowMajorStrides(shape), stored.data(), "w.q"}});
   transfer.plan.moves.push_back({.box = WholeBox(shape)});
@@ -307,7 +411,7 @@ TEST_CASE("a block without a result is named, and nothing of it is stored") {
   std::vector<char> stored(256 * 384, 'x');
   auto* const data = reinterpret_cast<char*>(numbers.data());
   const auto held = std::make_shared<HeldPiece>(
-      HeldPiece{derivation, WholeBox(shape), RowMajorStrides(shape), data});
+      HoldOne(derivation, WholeBox(shape), RowMajorStrides(shape), data));
   Transfer transfer;
   transfer.source.push_back(
       {DType::kFloat8E4M3FN, shape, WholeBox(shape), RowMajorStrides(shape), data, "w.q", held});

@@ -20,6 +20,8 @@ namespace refitd {
 // The most rows and blocks of a task.
 inline constexpr int64_t kMaxDeriveRows = 1 << 15;
 inline constexpr int64_t kMaxDeriveBlocks = 1024;
+// The most parts of a block. Shards of one row give 128.
+inline constexpr int64_t kMaxDeriveParts = 255;
 
 // Kinds whose blocks are so many elements of a row.
 inline constexpr uint32_t kSmallBlock = 32;  // elements of a row
@@ -36,6 +38,10 @@ REFITD_TASK_CODE constexpr bool HasSmallBlocks(DerivedKind kind) {
 // x `columns` are the elements of all, and of these the window is stored, or, of scales,
 // `window_columns` elements for each row. `source_block` is the number of blocks that a row of the
 // trainers' tensor has, by which `place` grows from row to row.
+//
+// Blocks that lie in several parts have a task for each part, one behind the other, of which the
+// first does the work of all. Each has its part of the blocks in the place of the blocks, and of
+// the window, which may have no rows. Scales are those of the first. Small blocks have one part.
 //
 // As in a copy, the digest of what is stored is added to stored_sums[sum] and
 // source_sums[proof_sum] where these are not kNoSum. A block without a result raises
@@ -61,8 +67,9 @@ struct alignas(16) DeriveTask {
   uint16_t first_row = 0;
   uint16_t window_rows = 0;
   uint16_t blocks = 1;
-  uint8_t dtype = 0;  // of the trainers' tensor: 2, 3 or 4, as refitd.v1.DType has them
-  uint8_t role = 0;   // DerivedRole; of a cast: the dtype that it makes
+  uint8_t dtype : 4 = 0;  // of the trainers' tensor: 2, 3 or 4, as refitd.v1.DType has them
+  uint8_t role : 4 = 0;   // DerivedRole; of a cast: the dtype that it makes
+  uint8_t parts = 1;  // tasks of the blocks, with this one; 0: a task before this one does the work
   // From here on the fields lie where CopyTask has them.
   uint8_t element_bytes = 1;  // of the derived tensor
   uint8_t kind = 0;           // DerivedKind; CopyTask::derived

@@ -3,48 +3,42 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transport/derive/matrices.h"
+
 namespace refitd {
 namespace {
 
 using derive::BlockScale;
+using derive::Matrix;
+using derive::Range;
 using derive::RowKernels;
-
-// A range of indices of one dimension.
-struct Range {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
 
 struct Place {
   int64_t row = 0;
   int64_t column = 0;
 };
 
-// The last two dimensions of a held piece at one place of the others: a matrix. Fewer dimensions
-// count as a matrix of one row, or of one element.
+// The last two dimensions of a held piece at one place of the others.
 class Plane {
  public:
-  Plane(const HeldPiece& held, int64_t element_bytes) : element_bytes_(element_bytes) {
+  explicit Plane(const BoundPiece& held)
+      : held_(held), element_bytes_(ElementBytes(held.dtype)), first_(derive::MatrixOf(held.box)) {
     const size_t rank = held.strides.size();
-    if (rank >= 1) {
-      column_bytes_ = held.strides[rank - 1] * element_bytes;
-      first_column_ = held.box.offset[rank - 1];
-    }
-    if (rank >= 2) {
-      row_bytes_ = held.strides[rank - 2] * element_bytes;
-      first_row_ = held.box.offset[rank - 2];
-    }
+    if (rank >= 1) column_bytes_ = held.strides[rank - 1] * element_bytes_;
+    if (rank >= 2) row_bytes_ = held.strides[rank - 2] * element_bytes_;
   }
-  void MoveTo(const char* data) { data_ = data; }
+  void MoveTo(const Dims& at) {
+    data_ =
+        held_.data + derive::LeadingDistance(at, held_.box.offset, held_.strides) * element_bytes_;
+  }
 
   // The elements `columns` of a row, without gaps. The next call may overwrite them.
   const char* Row(int64_t row, Range columns) {
-    const char* from =
-        data_ + (row - first_row_) * row_bytes_ + (columns.begin - first_column_) * column_bytes_;
-    const int64_t count = columns.end - columns.begin;
-    if (column_bytes_ == element_bytes_ || count <= 1) return from;
-    gathered_.resize(static_cast<size_t>(count * element_bytes_));
-    for (int64_t i = 0; i < count; ++i, from += column_bytes_) {
+    const char* from = data_ + (row - first_.rows.begin) * row_bytes_ +
+                       (columns.begin - first_.columns.begin) * column_bytes_;
+    if (column_bytes_ == element_bytes_ || columns.size() <= 1) return from;
+    gathered_.resize(static_cast<size_t>(columns.size() * element_bytes_));
+    for (int64_t i = 0; i < columns.size(); ++i, from += column_bytes_) {
       std::memcpy(&gathered_[static_cast<size_t>(i * element_bytes_)], from,
                   static_cast<size_t>(element_bytes_));
     }
@@ -52,84 +46,92 @@ class Plane {
   }
 
  private:
+  const BoundPiece& held_;
   const int64_t element_bytes_;
+  const Matrix first_;
   const char* data_ = nullptr;  // of the first row and column that are held
   int64_t row_bytes_ = 0;
   int64_t column_bytes_ = 0;
-  int64_t first_row_ = 0;
-  int64_t first_column_ = 0;
   std::vector<char> gathered_;
 };
+
+bool Contains(const Box& outer, const Box& inner) { return Intersect(outer, inner) == inner; }
+
+// Copies `box` of what is held in parts into one piece without gaps, in `memory`.
+BoundPiece Gather(const HeldPiece& held, const Box& box, std::vector<char>* memory) {
+  const TensorSpec& from = held.derivation->from;
+  const int64_t element_bytes = ElementBytes(from.dtype);
+  memory->resize(static_cast<size_t>(ElementCount(box) * element_bytes));
+  BoundPiece all{from.dtype,     from.shape, box, RowMajorStrides(box.extent),
+                 memory->data(), from.name};
+  const Matrix whole = derive::MatrixOf(box);
+  for (const BoundPiece& part : held.parts) {
+    const std::optional<Box> common = Intersect(part.box, box);
+    if (!common.has_value()) continue;
+    Plane plane(part);
+    const Matrix matrix = derive::MatrixOf(*common);
+    derive::ForEachMatrix(*common, [&](const Dims& at) {
+      plane.MoveTo(at);
+      for (int64_t row = matrix.rows.begin; row < matrix.rows.end; ++row) {
+        const int64_t to = derive::LeadingDistance(at, box.offset, all.strides) +
+                           (row - whole.rows.begin) * whole.columns.size() + matrix.columns.begin -
+                           whole.columns.begin;
+        std::memcpy(all.data + to * element_bytes, plane.Row(row, matrix.columns),
+                    static_cast<size_t>(matrix.columns.size() * element_bytes));
+      }
+      return true;
+    });
+  }
+  return all;
+}
 
 // Computes a box plane after plane.
 class Computation {
  public:
-  Computation(const RowKernels& kernels, const HeldPiece& held, DType dtype, const Box& box,
-              char* to)
+  // `held` has all blocks that the box meets.
+  Computation(const RowKernels& kernels, const Derivation& derivation, const BoundPiece& held,
+              DType dtype, const Box& box, char* to)
       : kernels_(kernels),
-        held_(held),
-        derivation_(*held.derivation),
+        derivation_(derivation),
         box_(box),
         element_bytes_(ElementBytes(derivation_.from.dtype)),
         dtype_(dtype),
-        plane_(held, element_bytes_),
-        to_(to) {
-    const Dims block = BlockOf(derivation_);
-    const Dims& shape = derivation_.from.shape;
-    const size_t rank = shape.size();
-    if (rank >= 1) {
-      block_columns_ = block[rank - 1];
-      shape_columns_ = shape[rank - 1];
-      columns_ = RangeOf(rank - 1);
-    }
-    if (rank >= 2) {
-      block_rows_ = block[rank - 2];
-      shape_rows_ = shape[rank - 2];
-      rows_ = RangeOf(rank - 2);
-    }
-  }
+        block_(derive::MatrixOf(BlockOf(derivation))),
+        shape_(derive::MatrixOf(derivation.from.shape)),
+        wanted_(derive::MatrixOf(box)),
+        plane_(held),
+        to_(to) {}
 
   std::optional<Dims> Run() {
-    const size_t leading = box_.offset.size() - std::min<size_t>(box_.offset.size(), 2);
-    Dims at(box_.offset.begin(), box_.offset.begin() + static_cast<int64_t>(leading));
-    while (true) {
-      const char* data = held_.data;
-      for (size_t d = 0; d < leading; ++d) {
-        data += (at[d] - held_.box.offset[d]) * held_.strides[d] * element_bytes_;
-      }
-      plane_.MoveTo(data);
-      if (const std::optional<Place> fault = RunPlane(); fault.has_value()) {
-        if (box_.offset.size() >= 2) at.push_back(fault->row);
-        if (!box_.offset.empty()) at.push_back(fault->column);
-        return at;
-      }
-      size_t d = leading;
-      while (d > 0 && at[d - 1] + 1 == box_.offset[d - 1] + box_.extent[d - 1]) {
-        at[d - 1] = box_.offset[d - 1];
-        --d;
-      }
-      if (d == 0) return std::nullopt;
-      ++at[d - 1];
-    }
+    std::optional<Dims> found;
+    derive::ForEachMatrix(box_, [&](const Dims& at) {
+      plane_.MoveTo(at);
+      const std::optional<Place> fault = RunPlane();
+      if (!fault.has_value()) return true;
+      found = at;
+      if (box_.offset.size() >= 2) found->push_back(fault->row);
+      if (!box_.offset.empty()) found->push_back(fault->column);
+      return false;
+    });
+    return found;
   }
 
  private:
-  Range RangeOf(size_t d) const { return {box_.offset[d], box_.offset[d] + box_.extent[d]}; }
-
   // Returns an element that has no result.
   std::optional<Place> RunPlane() {
     if (derivation_.kind == DerivedKind::kCast) {
-      for (int64_t row = rows_.begin; row < rows_.end; ++row) {
-        kernels_.cast(plane_.Row(row, columns_), derivation_.from.dtype,
-                      columns_.end - columns_.begin, dtype_, to_);
-        to_ += (columns_.end - columns_.begin) * ElementBytes(dtype_);
+      for (int64_t row = wanted_.rows.begin; row < wanted_.rows.end; ++row) {
+        kernels_.cast(plane_.Row(row, wanted_.columns), derivation_.from.dtype,
+                      wanted_.columns.size(), dtype_, to_);
+        to_ += wanted_.columns.size() * ElementBytes(dtype_);
       }
       return std::nullopt;
     }
     const bool scales = derivation_.role == DerivedRole::kScales;
     // In blocks.
-    const Range bands = scales ? rows_ : Blocks(rows_, block_rows_);
-    const Range blocks = scales ? columns_ : Blocks(columns_, block_columns_);
+    const Range bands = scales ? wanted_.rows : BlocksOf(wanted_.rows, block_.rows.size());
+    const Range blocks =
+        scales ? wanted_.columns : BlocksOf(wanted_.columns, block_.columns.size());
     for (int64_t band = bands.begin; band < bands.end; ++band) {
       if (const auto fault = FindScales(band, blocks); fault.has_value()) return fault;
       if (!scales) {
@@ -145,19 +147,16 @@ class Computation {
     return std::nullopt;
   }
 
-  static Range Blocks(Range elements, int64_t block) {
-    return {elements.begin / block, (elements.end + block - 1) / block};
-  }
   Range RowsOf(int64_t band) const {
-    return {band * block_rows_, std::min((band + 1) * block_rows_, shape_rows_)};
+    return derive::ElementsOf(band, block_.rows.size(), shape_.rows.end);
   }
   Range ColumnsOf(int64_t block) const {
-    return {block * block_columns_, std::min((block + 1) * block_columns_, shape_columns_)};
+    return derive::ElementsOf(block, block_.columns.size(), shape_.columns.end);
   }
 
   // Fills scales_, by block.
   std::optional<Place> FindScales(int64_t band, Range blocks) {
-    amax_.assign(static_cast<size_t>(blocks.end - blocks.begin), 0);
+    amax_.assign(static_cast<size_t>(blocks.size()), 0);
     const Range rows = RowsOf(band);
     const Range columns = {ColumnsOf(blocks.begin).begin, ColumnsOf(blocks.end - 1).end};
     for (int64_t row = rows.begin; row < rows.end; ++row) {
@@ -165,8 +164,8 @@ class Computation {
       for (int64_t block = blocks.begin; block < blocks.end; ++block) {
         const Range of = ColumnsOf(block);
         uint32_t& amax = amax_[static_cast<size_t>(block - blocks.begin)];
-        amax = std::max(amax, kernels_.amax(elements, derivation_.from.dtype, of.end - of.begin));
-        elements += (of.end - of.begin) * element_bytes_;
+        amax = std::max(amax, kernels_.amax(elements, derivation_.from.dtype, of.size()));
+        elements += of.size() * element_bytes_;
       }
     }
     scales_.clear();
@@ -195,13 +194,11 @@ class Computation {
 
   // Stores the values of the band that are in the box.
   void QuantiseBand(int64_t band, Range blocks) {
-    const Range rows = RowsOf(band);
-    const int64_t end = std::min(rows.end, rows_.end);
-    for (int64_t row = std::max(rows.begin, rows_.begin); row < end; ++row) {
-      const char* elements = plane_.Row(row, columns_);
+    const Range rows = Common(RowsOf(band), wanted_.rows);
+    for (int64_t row = rows.begin; row < rows.end; ++row) {
+      const char* elements = plane_.Row(row, wanted_.columns);
       for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-        const Range of = ColumnsOf(block);
-        const int64_t count = std::min(of.end, columns_.end) - std::max(of.begin, columns_.begin);
+        const int64_t count = Common(ColumnsOf(block), wanted_.columns).size();
         kernels_.quantise(elements, derivation_.from.dtype, count,
                           scales_[static_cast<size_t>(block - blocks.begin)], to_);
         elements += count * element_bytes_;
@@ -211,17 +208,13 @@ class Computation {
   }
 
   const RowKernels& kernels_;
-  const HeldPiece& held_;
   const Derivation& derivation_;
   const Box& box_;
   const int64_t element_bytes_;  // of the held tensor
   const DType dtype_;
-  int64_t block_rows_ = 1;
-  int64_t block_columns_ = 1;
-  int64_t shape_rows_ = 1;
-  int64_t shape_columns_ = 1;
-  Range rows_ = {0, 1};
-  Range columns_ = {0, 1};
+  const Matrix block_;
+  const Matrix shape_;
+  const Matrix wanted_;
   Plane plane_;
   char* to_;
   std::vector<uint32_t> amax_;
@@ -244,7 +237,14 @@ std::vector<const RowKernels*> AllRowKernels() {
 
 std::optional<Dims> DeriveBy(const RowKernels& kernels, const HeldPiece& held, DType dtype,
                              const Box& box, char* to) {
-  return Computation(kernels, held, dtype, box, to).Run();
+  const Box blocks = ComputedFrom(*held.derivation, box);
+  for (const BoundPiece& part : held.parts) {
+    if (!Contains(part.box, blocks)) continue;
+    return Computation(kernels, *held.derivation, part, dtype, box, to).Run();
+  }
+  thread_local std::vector<char> memory;
+  const BoundPiece all = Gather(held, blocks, &memory);
+  return Computation(kernels, *held.derivation, all, dtype, box, to).Run();
 }
 
 std::optional<Dims> Derive(const HeldPiece& held, DType dtype, const Box& box, char* to) {

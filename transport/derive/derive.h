@@ -9,14 +9,15 @@
 #include <vector>
 
 #include "transport/derive/rows.h"
-#include "transport/plan/derived.h"
 #include "transport/plan/layout.h"
+#include "transport/transport.h"
 
 namespace refitd {
 
-// Computes `box` of the derived tensor, which must lie in ComputableBox of what is held, and stores
-// it row-major without gaps at `to`. `dtype`: of the derived tensor; `to` is aligned to its size.
-// The box has at least one element. Reads the blocks that the box meets as a whole. Returns the
+// Computes `box` of the derived tensor, all of whose blocks must be held, and stores it row-major
+// without gaps at `to`. `dtype`: of the derived tensor; `to` is aligned to its size. The box has at
+// least one element. Reads the blocks that the box meets as a whole; blocks of several parts are
+// copied together first, for the calling thread, so that each element is read once. Returns the
 // place in the held tensor of an element for which the kind has no result (an infinity, NaN, or a
 // number whose block has no finite scale); what is stored then is not defined. Casts have results
 // for all elements.

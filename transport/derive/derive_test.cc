@@ -8,6 +8,8 @@
 #include <limits>
 #include <random>
 
+#include "transport/derive/held_testing.h"
+
 namespace refitd {
 namespace {
 
@@ -169,8 +171,8 @@ std::vector<float> Weights(Rng& rng, int64_t count) {
 
 HeldPiece Whole(const Derivation& derivation, const std::vector<char>& bytes) {
   const Dims& shape = derivation.from.shape;
-  return {std::make_shared<Derivation>(derivation), WholeBox(shape), RowMajorStrides(shape),
-          bytes.data()};
+  return HoldOne(std::make_shared<Derivation>(derivation), WholeBox(shape), RowMajorStrides(shape),
+                 bytes.data());
 }
 
 Dims ShapeOf(const Derivation& derivation) {
@@ -267,9 +269,9 @@ TEST_CASE("values and scales are those of the definition, in blocks that end ear
   });
 }
 
-TEST_CASE("any box has the values of the whole, wherever what is held lies") {
+TEST_CASE("any box has the values of the whole, wherever what is held lies, in one part or more") {
   Rng rng(3);
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 120; ++round) {
     const DerivedKind kind = kQuantised[Between(rng, 0, std::size(kQuantised) - 1)];
     const DType dtype = kFloats[Between(rng, 0, 2)];
     const auto role = Between(rng, 0, 1) == 1 ? DerivedRole::kScales : DerivedRole::kValues;
@@ -309,7 +311,11 @@ TEST_CASE("any box has the values of the whole, wherever what is held lies") {
       box.offset[d] += first;
       box.extent[d] = Between(rng, 1, box.extent[d] - first);
     }
-    const HeldPiece piece{std::make_shared<Derivation>(derivation), held, strides, memory.data()};
+    HeldPiece piece =
+        HoldOne(std::make_shared<Derivation>(derivation), held, strides, memory.data());
+    std::list<std::vector<char>> parts;
+    if (Between(rng, 0, 1) == 1)
+      CutHeld(rng, static_cast<int>(Between(rng, 2, 12)), &piece, &parts);
     const int64_t bytes_of = ElementBytes(DTypeOf(derivation));
     const Dims derived_strides = RowMajorStrides(ShapeOf(derivation));
     for (const derive::RowKernels* kernels : AllRowKernels()) {
@@ -390,7 +396,9 @@ TEST_CASE("an element without a result is found") {
       GENERATE(std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
                std::numeric_limits<float>::quiet_NaN());
   const std::vector<char> bytes = Stored(numbers, dtype);
-  const HeldPiece held = Whole(derivation, bytes);
+  HeldPiece held = Whole(derivation, bytes);
+  std::list<std::vector<char>> parts;
+  if (GENERATE(false, true)) CutHeld(rng, 9, &held, &parts);
   const Box all = WholeBox(ShapeOf(derivation));
   std::vector<char> to(static_cast<size_t>(ElementCount(all) * 4));
   CHECK(Derive(held, DTypeOf(derivation), all, to.data()) == Dims{200, 77});

@@ -140,8 +140,9 @@ Transfer MakeDerived(int64_t bytes, DerivedKind kind, char* from, char* to) {
       transfer.destinations[0].push_back(piece);
       transfer.destinations[0].back().data = to;
       to += ElementCount(box) * ElementBytes(piece.dtype);
-      piece.held = std::make_shared<HeldPiece>(
-          HeldPiece{derivation, WholeBox(shape), RowMajorStrides(shape), from});
+      BoundPiece held = Piece(shape, WholeBox(shape), from);
+      held.dtype = DType::kBFloat16;
+      piece.held = std::make_shared<HeldPiece>(HeldPiece{derivation, {std::move(held)}});
       transfer.source.push_back(std::move(piece));
       transfer.plan.moves.push_back(
           {.source_piece = index, .destination_piece = index, .box = box});

@@ -154,6 +154,10 @@ absl::Status CheckScalesOfDerived(const std::vector<TensorSpec>& tensors) {
   return absl::OkStatus();
 }
 
+bool MayBeCut(DerivedKind kind) {
+  return kind != DerivedKind::kCast && kind != DerivedKind::kMxFp8;
+}
+
 std::optional<Box> ComputableBox(const Derivation& derivation, const Box& held) {
   const Dims block = BlockOf(derivation);
   const Dims& shape = derivation.from.shape;
@@ -170,93 +174,26 @@ std::optional<Box> ComputableBox(const Derivation& derivation, const Box& held) 
   return box;
 }
 
-DerivedLayouts::DerivedLayouts(absl::Span<const Layout* const> layouts) {
-  absl::flat_hash_set<const TensorSpec*> seen;  // layouts share lists
-  for (const Layout* layout : layouts) {
-    if (layout == nullptr || !seen.insert(layout->tensors.data()).second) continue;
-    for (const TensorSpec& tensor : layout->tensors) Add(tensor);
+Box BlocksAround(const Derivation& derivation, const Box& box) {
+  const Dims block = BlockOf(derivation);
+  Box around = box;
+  for (size_t d = 0; d < block.size(); ++d) {
+    const int64_t end = (box.offset[d] + box.extent[d] + block[d] - 1) / block[d] * block[d];
+    around.offset[d] = box.offset[d] / block[d] * block[d];
+    around.extent[d] = std::min(end, derivation.from.shape[d]) - around.offset[d];
   }
+  return around;
 }
 
-DerivedLayouts::DerivedLayouts(const std::vector<TensorSpec>& tensors) {
-  for (const TensorSpec& tensor : tensors) Add(tensor);
-}
-
-void DerivedLayouts::Add(const TensorSpec& tensor) {
-  if (tensor.derived == nullptr || !names_.insert(tensor.name).second) return;
-  by_source_[tensor.derived->from.name].push_back(&tensor);
-}
-
-absl::StatusOr<DerivedLayouts::Extended> DerivedLayouts::ExtendedOf(
-    const TensorList::List& tensors) const {
-  absl::flat_hash_set<std::string_view> own;
-  for (const TensorSpec& tensor : tensors) {
-    if (names_.contains(tensor.name)) own.insert(tensor.name);
+Box ComputedFrom(const Derivation& derivation, const Box& box) {
+  if (derivation.role == DerivedRole::kValues) return BlocksAround(derivation, box);
+  const Dims block = BlockOf(derivation);
+  Box elements = box;
+  for (size_t d = 0; d < block.size(); ++d) {
+    elements.offset[d] *= block[d];
+    elements.extent[d] = (box.extent[d] - 1) * block[d] + 1;
   }
-  Extended extended;
-  TensorList::List added;
-  for (uint32_t t = 0; t < tensors.size(); ++t) {
-    const TensorSpec& from = tensors[t];
-    const auto wanted = by_source_.find(from.name);
-    if (wanted == by_source_.end()) continue;
-    for (const TensorSpec* tensor : wanted->second) {
-      if (own.contains(tensor->name)) continue;
-      if (from != tensor->derived->from) {
-        return AboutTensor(
-            Error(absl::StatusCode::kFailedPrecondition,
-                  "tensor {}: engines derive it from {} as {}, and trainers have {}", tensor->name,
-                  from.name, ToString(tensor->derived->from.dtype, tensor->derived->from.shape),
-                  ToString(from.dtype, from.shape)),
-            tensor->name);
-      }
-      extended.computed[t].push_back(static_cast<uint32_t>(tensors.size() + added.size()));
-      added.push_back(*tensor);
-    }
-  }
-  if (added.empty()) return extended;
-  TensorList::List all;
-  all.reserve(tensors.size() + added.size());
-  all.insert(all.end(), tensors.begin(), tensors.end());
-  all.insert(all.end(), added.begin(), added.end());
-  extended.tensors = std::make_shared<const TensorList::List>(std::move(all));
-  return extended;
-}
-
-absl::StatusOr<std::shared_ptr<const Layout>> DerivedLayouts::Extend(
-    std::shared_ptr<const Layout> layout) {
-  if (names_.empty()) return layout;
-  const auto known = layouts_.find(layout.get());
-  if (known != layouts_.end()) return known->second;
-  const auto [list, unseen] = lists_.try_emplace(layout->tensors.data());
-  if (unseen) {
-    REFITD_ASSIGN_OR_RETURN(list->second, ExtendedOf(layout->tensors));
-  }
-  const Extended& extended = list->second;
-  if (extended.tensors == nullptr) return layouts_[layout.get()] = layout;
-  auto more = std::make_shared<Layout>(*layout);
-  more->tensors = TensorList(extended.tensors);
-  int64_t looked_at = std::ssize(layout->pieces);
-  for (uint32_t p = 0; p < layout->pieces.size(); ++p) {
-    const Piece& held = layout->pieces[p];
-    const auto found = extended.computed.find(held.tensor);
-    if (found == extended.computed.end()) continue;
-    looked_at += std::ssize(found->second);
-    if (looked_at > kMaxPiecesPerLayout) {
-      const std::string& name = more->tensors[found->second.front()].name;
-      return AboutTensor(Error(absl::StatusCode::kResourceExhausted,
-                               "tensor {}: what engines derive of a rank's tensors has more than "
-                               "{} pieces",
-                               name, kMaxPiecesPerLayout),
-                         name);
-    }
-    for (const uint32_t tensor : found->second) {
-      std::optional<Box> box = ComputableBox(*more->tensors[tensor].derived, held.box);
-      if (!box.has_value()) continue;
-      Dims strides = RowMajorStrides(box->extent);
-      more->pieces.push_back({tensor, *std::move(box), held.region, 0, std::move(strides), p});
-    }
-  }
-  return layouts_[layout.get()] = std::move(more);
+  return BlocksAround(derivation, elements);
 }
 
 }  // namespace refitd

@@ -2,8 +2,8 @@
 // hold: casts, and the values and scales of quantised weights.
 //
 // An engine's layout declares such a tensor by TensorSpec::derived. The planner then gives each
-// trainer's layout the boxes of it that the trainer can compute (DerivedLayouts), and plans routes
-// for these boxes as for any others, in elements and bytes of the derived tensor; transports
+// trainer's layout the boxes of it that the trainer can compute (derived_layouts.h), and plans
+// routes for these boxes as for any others, in elements and bytes of the derived tensor; transports
 // compute a box where they would copy it (transport/derive/derive.h). An engine that holds derived
 // tensors gives them as they are (catch-ups).
 //
@@ -18,10 +18,7 @@
 #include <string_view>
 #include <vector>
 
-#include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
-#include "absl/status/statusor.h"
-#include "absl/types/span.h"
+#include "absl/status/status.h"
 #include "transport/plan/derived_kind.h"
 #include "transport/plan/layout.h"
 
@@ -52,6 +49,9 @@ absl::Status NoResult(const Derivation& derivation, std::string_view where);
 // those at the end of a dimension are cut short.
 Dims BlockOf(const Derivation& derivation);
 
+// Whether a block may be computed of several shards.
+bool MayBeCut(DerivedKind kind);
+
 // Checks a tensor that is derived: kind and role are known and fit `from`, its dtype and shape are
 // those that they give. The values have `from`'s shape; scales have a number for each block, in as
 // many dimensions. INVALID_ARGUMENT, naming the tensor.
@@ -64,48 +64,10 @@ absl::Status CheckScalesOfDerived(const std::vector<TensorSpec>& tensors);
 // The largest box of the derived tensor, in its elements, that can be computed from the box `held`
 // of `from`. nullopt: `held` contains no whole block.
 std::optional<Box> ComputableBox(const Derivation& derivation, const Box& held);
-
-// Adds derived tensors to trainers' layouts. Not thread-safe.
-class DerivedLayouts {
- public:
-  // Takes the derived tensors of these layouts, or of this list. Null layouts are passed over. What
-  // is given must outlive this object.
-  explicit DerivedLayouts(absl::Span<const Layout* const> layouts);
-  explicit DerivedLayouts(const std::vector<TensorSpec>& tensors);
-
-  // Returns the layout with the derived tensors appended, and, for each piece that contains a whole
-  // block, one computed piece (Piece::computed_from) for each tensor derived from it. Returns
-  // `layout` itself if there is nothing to add, which is so of layouts that have the derived
-  // tensors themselves. Layouts with one list of tensors have one list afterwards.
-  // FAILED_PRECONDITION, naming the tensor: what it is derived from has another dtype or shape in
-  // the layout. RESOURCE_EXHAUSTED: more than kMaxPiecesPerLayout pieces would have to be looked
-  // at.
-  absl::StatusOr<std::shared_ptr<const Layout>> Extend(std::shared_ptr<const Layout> layout);
-
- private:
-  // A list of tensors with those that are derived from them.
-  struct Extended {
-    std::shared_ptr<const TensorList::List> tensors;  // null: nothing is derived from the list
-    absl::flat_hash_map<uint32_t, std::vector<uint32_t>>
-        computed;  // by tensor: those derived of it
-  };
-
-  void Add(const TensorSpec& tensor);
-  absl::StatusOr<Extended> ExtendedOf(const TensorList::List& tensors) const;
-
-  absl::flat_hash_set<std::string_view> names_;
-  absl::flat_hash_map<std::string_view, std::vector<const TensorSpec*>> by_source_;
-  absl::flat_hash_map<const TensorSpec*, Extended> lists_;  // by a list's first tensor
-  absl::flat_hash_map<const Layout*, std::shared_ptr<const Layout>> layouts_;
-};
-
-// The piece of a trainers' tensor from which a box of a derived tensor is computed.
-struct HeldPiece {
-  std::shared_ptr<const Derivation> derivation;  // names the tensor, its dtype and shape
-  Box box;
-  Dims strides;                // elements
-  const char* data = nullptr;  // first element of the box
-};
+// The whole blocks, as a box of `from`, that a box of `from` meets.
+Box BlocksAround(const Derivation& derivation, const Box& box);
+// The whole blocks, as a box of `from`, from which `box` of the derived tensor is computed.
+Box ComputedFrom(const Derivation& derivation, const Box& box);
 
 }  // namespace refitd
 

@@ -120,7 +120,7 @@ struct Piece {
       0;  // of the box's first element, from the region's start; a multiple of the element size
   Dims strides;  // in elements, one for each dimension, each >= 0; always filled in
                  // (RowMajorStrides(box.extent) where dense)
-  // Planners only (DerivedLayouts in derived.h): the index of the layout's piece from which this
+  // Planners only (derived_layouts.h): the index of the layout's piece from which this
   // box is computed. The box then lies nowhere; offset and strides are those of a dense box at 0.
   uint32_t computed_from = kNotComputed;
   bool operator==(const Piece&) const = default;

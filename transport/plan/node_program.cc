@@ -14,7 +14,6 @@
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
-#include "transport/plan/derived.h"
 
 namespace refitd {
 namespace {
@@ -128,11 +127,12 @@ class Builder {
   }
 
   absl::Status AddDerived() {
-    DerivedLayouts derived(plan_.tensors);
-    for (const LocalMember& member : program_.sources) {
-      REFITD_ASSIGN_OR_RETURN(program_.source_layouts.emplace_back(),
-                              derived.Extend(member.layout));
-    }
+    std::vector<std::shared_ptr<const Layout>> layouts;
+    for (const LocalMember& member : program_.sources) layouts.push_back(member.layout);
+    REFITD_ASSIGN_OR_RETURN(DerivedLayouts::Extended extended,
+                            DerivedLayouts(plan_.tensors).Extend(layouts, &work_));
+    program_.source_layouts = std::move(extended.layouts);
+    program_.held_parts = std::move(extended.parts);
     return absl::OkStatus();
   }
 

@@ -34,6 +34,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "transport/plan/derived_layouts.h"
 #include "transport/plan/layout.h"
 #include "transport/plan/plan.h"
 #include "transport/plan/route.h"
@@ -175,6 +176,7 @@ class NodeProgram {
   // Of each source: its layout with the tensors that the plan derives from it (DerivedLayouts).
   // Pieces of sources, here and in the streams, are indices into these.
   std::vector<std::shared_ptr<const Layout>> source_layouts;
+  HeldParts held_parts;  // of computed pieces of source_layouts
   // Moves from local sources to local destinations, by indices into the lists above, in the order
   // of plan.h.
   MovePlan local;

@@ -15,7 +15,7 @@
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
-#include "transport/plan/derived.h"
+#include "transport/plan/derived_layouts.h"
 #include "transport/plan/name_advice.h"
 #include "transport/plan/name_patterns.h"
 
@@ -204,7 +204,6 @@ class Router {
 
   absl::StatusOr<RoutePlan> Run() {
     REFITD_RETURN_IF_ERROR(CollectMembers());
-    REFITD_RETURN_IF_ERROR(AddDerived());
     NumberTensors();
     // Ranks' layouts that name few tensors each may name too many together.
     const auto tensors = static_cast<int64_t>(plan_.tensors.size());
@@ -235,14 +234,19 @@ class Router {
 
   absl::Status CollectMembers() {
     Collect(
-        source_members_, [](uint32_t) { return false; }, &sources_, &plan_.source_nodes,
-        &plan_.source_labels, &plan_.source_digests);
-    const auto skipped = [this](uint32_t i) {
-      const uint32_t instance = destination_members_[i].instance;
-      return instance < options_.skip_instance.size() && options_.skip_instance[instance];
-    };
-    Collect(destination_members_, skipped, &destinations_, &plan_.destination_nodes,
-            &plan_.destination_labels, &plan_.destination_digests);
+        destination_members_,
+        [this](uint32_t i) {
+          const RouteMember& member = destination_members_[i];
+          const bool skipped = member.instance < options_.skip_instance.size() &&
+                               options_.skip_instance[member.instance];
+          return skipped ? nullptr : member.layout.get();
+        },
+        &destinations_, &plan_.destination_nodes, &plan_.destination_labels,
+        &plan_.destination_digests);
+    REFITD_RETURN_IF_ERROR(AddDerived());
+    Collect(
+        source_members_, [this](uint32_t i) { return computing_[i].get(); }, &sources_,
+        &plan_.source_nodes, &plan_.source_labels, &plan_.source_digests);
     for (const uint32_t layout : destinations_.layout_of) {
       plan_.destination_skipped.push_back(layout == kNone);
     }
@@ -259,18 +263,38 @@ class Router {
     return absl::OkStatus();
   }
 
-  // Gives sources what engines derive from their tensors.
+  // Fills computing_: each source's layout with what engines derive from the tensors.
   absl::Status AddDerived() {
     // Sources may hold derived tensors too. CompileNode, which knows the plan's tensors only, must
     // add the same.
     std::vector<const Layout*> all = destinations_.layouts;
-    all.insert(all.end(), sources_.layouts.begin(), sources_.layouts.end());
+    std::map<uint32_t, std::vector<uint32_t>> on_node;
+    for (uint32_t i = 0; i < source_members_.size(); ++i) {
+      all.push_back(source_members_[i].layout.get());
+      if (all.back() != nullptr) on_node[source_members_[i].node].push_back(i);
+    }
     DerivedLayouts derived(all);
-    for (uint32_t l = 0; l < sources_.layouts.size(); ++l) {
-      REFITD_ASSIGN_OR_RETURN(std::shared_ptr<const Layout> more,
-                              derived.Extend(source_members_[sources_.members[l].front()].layout));
-      sources_.layouts[l] = more.get();
-      computing_.push_back(std::move(more));
+    computing_.resize(source_members_.size());
+    // Nodes whose ranks have the same layouts get the same extensions.
+    std::map<std::vector<const Layout*>, std::vector<std::shared_ptr<const Layout>>> known;
+    for (const auto& [node, members] : on_node) {
+      std::vector<const Layout*> key;
+      std::vector<std::shared_ptr<const Layout>> layouts;
+      absl::flat_hash_map<const Layout*, size_t> place;
+      for (const uint32_t i : members) {
+        const std::shared_ptr<const Layout>& layout = source_members_[i].layout;
+        if (!place.try_emplace(layout.get(), layouts.size()).second) continue;
+        key.push_back(layout.get());
+        layouts.push_back(layout);
+      }
+      const auto [extended, unseen] = known.try_emplace(std::move(key));
+      if (unseen) {
+        REFITD_ASSIGN_OR_RETURN(DerivedLayouts::Extended made, derived.Extend(layouts, &work_));
+        extended->second = std::move(made.layouts);
+      }
+      for (const uint32_t i : members) {
+        computing_[i] = extended->second[place.at(source_members_[i].layout.get())];
+      }
     }
     return absl::OkStatus();
   }
@@ -282,8 +306,9 @@ class Router {
     }
   }
 
-  template <typename Skipped>
-  static void Collect(const std::vector<RouteMember>& members, const Skipped& skipped, Side* side,
+  // `planned`: the layout with which a member takes part; null: it takes none.
+  template <typename Planned>
+  static void Collect(const std::vector<RouteMember>& members, const Planned& planned, Side* side,
                       Ids* nodes, std::vector<std::string>* labels,
                       std::vector<uint64_t>* digests) {
     absl::flat_hash_map<const Layout*, uint32_t> known;
@@ -298,11 +323,12 @@ class Router {
       const auto [digest, unseen] = digest_of.try_emplace(layout, 0);
       if (unseen) digest->second = layout->Digest();
       digests->back() = digest->second;
-      if (skipped(i)) continue;
+      const Layout* const taken = planned(i);
+      if (taken == nullptr) continue;
       const auto [it, added] =
-          known.try_emplace(layout, static_cast<uint32_t>(side->layouts.size()));
+          known.try_emplace(taken, static_cast<uint32_t>(side->layouts.size()));
       if (added) {
-        side->layouts.push_back(layout);
+        side->layouts.push_back(taken);
         side->members.emplace_back();
       }
       side->layout_of.back() = it->second;
@@ -738,9 +764,9 @@ class Router {
     const std::string& label = plan_.destination_labels[first_member];
     if (const Derivation* derived = plan_.tensors[t].derived.get(); derived != nullptr) {
       return fmt::format(
-          "element [{}] of {} needs a whole block of [{}] elements of {}, and no trainer has that "
-          "block in one shard",
-          fmt::join(first, ", "), label, fmt::join(BlockOf(*derived), ", "), derived->from.name);
+          "element [{}] of {} needs a whole block of [{}] elements of {}, which {} must hold",
+          fmt::join(first, ", "), label, fmt::join(BlockOf(*derived), ", "), derived->from.name,
+          MayBeCut(derived->kind) ? "the trainers of one node" : "one shard of a trainer");
     }
     return fmt::format("no source holds element [{}] that {} has", fmt::join(first, ", "), label);
   }
@@ -1266,7 +1292,7 @@ class Router {
   RoutePlan plan_;
   Side sources_;
   Side destinations_;
-  std::vector<std::shared_ptr<const Layout>> computing_;  // what sources_.layouts points to
+  std::vector<std::shared_ptr<const Layout>> computing_;  // by source; null: it has no layout
   std::vector<bool> left_out_;                            // per tensor
   bool shared_ = false;  // several nodes want something that other nodes hold
   bool chained_ = false;

@@ -1,5 +1,7 @@
 """Derived tensors over a real daemon: engines' casts and FP8 weights, compared bit by bit with torch's own arithmetic."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -58,6 +60,11 @@ def weights(shape, dtype, seed):
 
 def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
+
+
+def refit_all(trainers, version):
+    with ThreadPoolExecutor(len(trainers)) as pool:
+        return list(pool.map(lambda trainer: trainer.refit(version), trainers))
 
 
 class DerivedTest(DaemonTest):
@@ -126,18 +133,102 @@ class DerivedTest(DaemonTest):
             )
             Server(self, engine)
             shards.append((values, scales))
-        from concurrent.futures import ThreadPoolExecutor
-
         for version in (1, 2):
             weight = weights(shape, torch.bfloat16, version)
             for rank, half in enumerate(halves):
                 half.copy_(weight[256 * rank : 256 * (rank + 1)])
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(lambda trainer, version=version: trainer.refit(version), trainers))
+            refit_all(trainers, version)
             expected, scale = quantised(kind, weight)
             for rank, (values, scales) in enumerate(shards):
                 self.assertTrue(torch.equal(bits(values), bits(expected[:, 192 * rank : 192 * (rank + 1)])))
                 self.assertTrue(torch.equal(bits(scales), bits(scale)))
+
+    def cut_trainers(self, shape, dtype, boxes):
+        """A trainer rank for each box (offset, extent) of w; returns the ranks, and what fills their shards."""
+        trainers, shards = [], []
+        for rank, (offset, extent) in enumerate(boxes):
+            shard = refitd.empty(extent, dtype, like="torch")
+            trainer = self.trainer(rank=rank, world_size=len(boxes))
+            trainer.register([refitd.Shard("w", shape, shard, offset)])
+            trainers.append(trainer)
+            shards.append((tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True)), shard))
+
+        def fill(weight):
+            for place, shard in shards:
+                shard.copy_(weight[place])
+
+        return trainers, fill
+
+    def test_shards_may_cut_blocks(self):
+        grid = lambda rows, columns, r, c: [  # noqa: E731
+            ((i, j), (min(r, rows - i), min(c, columns - j))) for i in range(0, rows, r) for j in range(0, columns, c)
+        ]
+        for name, kind, shape, boxes in (
+            ("FSDP of 2,560 rows over 8 ranks", "fp8_block", (2560, 256), grid(2560, 256, 320, 256)),
+            ("rows and columns", "fp8_block", (300, 260), grid(300, 260, 150, 130)),
+            ("powers of two", "fp8_block_pow2", (384, 256), grid(384, 256, 96, 192)),
+            ("rows thinner than blocks", "fp8_block_reciprocal", (256, 128), grid(256, 128, 20, 128)),
+            ("channels", "fp8_channel", (100, 260), grid(100, 260, 100, 70)),
+            ("two replicas", "fp8_block", (256, 384), grid(256, 384, 256, 192) * 2),
+        ):
+            with self.subTest(name):
+                self.group = "".join(c if c.isalnum() else "-" for c in name)
+                trainers, fill = self.cut_trainers(shape, torch.bfloat16, boxes)
+                source = refitd.TensorSpec("w", "bfloat16", shape)
+                blocks = (shape[0], 1) if kind == "fp8_channel" else tuple(-(-n // 128) for n in shape)
+                served = self.served(
+                    [("w.q", shape, torch.float8_e4m3fn), ("w.s", blocks, torch.float32)],
+                    {"w.q": refitd.Derived(source, kind), "w.s": refitd.Derived(source, kind, "scales")},
+                )
+                for version in (1, 2):
+                    weight = weights(shape, torch.bfloat16, version)
+                    fill(weight)
+                    refit_all(trainers, version)
+                    values, scales = quantised(kind, weight)
+                    self.assertTrue(torch.equal(bits(served["w.q"]), bits(values)))
+                    self.assertTrue(torch.equal(bits(served["w.s"]), bits(scales)))
+
+    def test_replicas_that_differ_fail_the_refit_although_each_could_compute_the_block(self):
+        shape = (128, 256)
+        boxes = [((0, 0), (64, 256)), ((64, 0), (64, 256))] * 2
+        trainers, fill = self.cut_trainers(shape, torch.bfloat16, boxes)
+        source = refitd.TensorSpec("w", "bfloat16", shape)
+        self.served(
+            [("w.q", shape, torch.float8_e4m3fn), ("w.s", (1, 2), torch.float32)],
+            {"w.q": refitd.Derived(source, "fp8_block"), "w.s": refitd.Derived(source, "fp8_block", "scales")},
+        )
+        fill(weights(shape, torch.bfloat16, 1))
+        odd = refitd.empty((64, 256), torch.bfloat16, like="torch")
+        odd.fill_(3)
+        trainers[3].register([refitd.Shard("w", shape, odd, (64, 0))])
+        with pytest.raises(refitd.Error, match="tensor w: replicas differ"):
+            refit_all(trainers, 1)
+
+    def test_a_late_instance_gets_blocks_that_the_ranks_of_another_cut(self):
+        shape = (256, 384)
+        trainer, weight = self.trained(shape, torch.bfloat16)
+        for rank in range(2):
+            half = refitd.empty((256, 192), torch.bfloat16, like="torch")
+            engine = self.engine(instance="plain", rank=rank, world_size=2)
+            engine.register([refitd.Shard("w", shape, half, (0, 192 * rank))])
+            Server(self, engine)
+        weight.copy_(weights(shape, torch.bfloat16, 9))
+        values, scales = quantised("fp8_block", weight)
+        trainer.refit(1)
+        weight.zero_()  # only the plain instance has the version now
+        source = refitd.TensorSpec("w", "bfloat16", shape)
+        late = {
+            "w.q": refitd.empty(shape, torch.float8_e4m3fn, like="torch"),
+            "w.s": refitd.empty((2, 3), torch.float32, like="torch"),
+        }
+        engine = self.engine(instance="late")
+        engine.register(
+            late,
+            derived={"w.q": refitd.Derived(source, "fp8_block"), "w.s": refitd.Derived(source, "fp8_block", "scales")},
+        )
+        self.assertEqual(Server(self, engine).wait_for(refitd.Committed).version, 1)
+        self.assertTrue(torch.equal(bits(late["w.q"]), bits(values)))
+        self.assertTrue(torch.equal(bits(late["w.s"]), bits(scales)))
 
     def test_engines_in_several_forms_share_a_version(self):
         shape = (128, 256)

@@ -298,9 +298,8 @@ bool RunTask(const State& fake, int device, const CopyTask& task, const CopyLaun
   return true;
 }
 
-// Does the same for a task of the derive kernel, by the kernel's own code.
-bool RunTask(const State& fake, int device, const refitd::DeriveTask& task,
-             const CopyLaunch& launch) {
+// Whether the device may use the memory of a task of the derive kernel.
+bool ReachesAll(const State& fake, int device, const refitd::DeriveTask& task) {
   const uint64_t held_bytes = task.dtype == 2 ? 4 : 2;
   for (uint32_t block = 0; block < task.blocks; ++block) {
     for (const uint32_t row : {0U, task.rows - 1U}) {
@@ -322,7 +321,6 @@ bool RunTask(const State& fake, int device, const refitd::DeriveTask& task,
       return false;
     }
   }
-  refitd::RunDerive(task, launch);
   return true;
 }
 
@@ -339,10 +337,14 @@ CUresult RunKernel(State* fake, int device, const CopyLaunch& launch, unsigned b
   }
   for (uint32_t i = 0; i < launch.task_count; ++i) {
     const CopyTask& task = launch.tasks[i];
-    const bool reached =
-        task.derived != 0 ? RunTask(*fake, device, std::bit_cast<refitd::DeriveTask>(task), launch)
-                          : RunTask(*fake, device, task, launch);
+    const bool reached = task.derived != 0
+                             ? ReachesAll(*fake, device, std::bit_cast<refitd::DeriveTask>(task))
+                             : RunTask(*fake, device, task, launch);
     if (!reached) return CUDA_ERROR_ILLEGAL_ADDRESS;
+  }
+  // A task of the derive kernel may do the work of those behind it, by the kernel's own code.
+  for (uint32_t i = 0; i < launch.task_count; ++i) {
+    if (launch.tasks[i].derived != 0) refitd::RunDerive(launch, i);
   }
   // Like the kernel, this leaves the counter beyond the last task: the next launch must reset it.
   *launch.next_task = launch.task_count + blocks;
