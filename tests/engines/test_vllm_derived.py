@@ -136,6 +136,12 @@ def test_five_versions_of_derived_tensors_into_arenas(folder: Path, daemon: Any,
     assert len(delivery["derived"]) == 16 and delivery["arena_bytes"] and not delivery["in_pause"], delivery
 
 
+def test_a_restarted_engine_has_its_derived_tensors(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept is compared beside the model, which nothing is written to."""
+    delivery = support.check_restarts(EngineProcess, "qwen3", folder, daemon, tmp_path, monkeypatch, quantization="fp8_per_channel")
+    assert len(delivery["derived"]) == 16 and not delivery["loader_bytes"], delivery
+
+
 def test_nothing_is_derived_where_the_engine_is_told_so(folder: Path, daemon: Any, tmp_path: Path) -> None:
     delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel", how={"derived": "off"})
     assert not delivery["derived"] and len(linear(delivery, "weight_scale") & delivery["processed"].keys()) == 16, delivery
@@ -182,5 +188,5 @@ def test_a_quantised_checkpoint_is_refused_by_name_where_its_weights_can_not_be_
     folder: Path, daemon: Any, tmp_path: Path, blocks: None
 ) -> None:
     source, quantised = models.make("qwen3", folder, 1), models.make("qwen3-fp8", folder, 1)
-    culprit = r"q_proj.weight' is quantised in the engine's checkpoint, and can't be derived: .* setting derived is 'off'"
+    culprit = r"_proj.weight' is quantised in the engine's checkpoint, and can't be derived: .* setting derived is 'off'"
     support.check_refused(EngineProcess, daemon, quantised, tmp_path, culprit, derived="off", manifest=str(source))

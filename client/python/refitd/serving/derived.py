@@ -7,7 +7,10 @@ engine's own loader and post-processing quantise made-up tensors beside the mode
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -25,6 +28,11 @@ OFF = "off"
 # The attribute of a model that has, by module, why its quantisation differs from that of refits; "": it was compared, and is the same.
 COMPARED = "_refitd_compared"
 _BLOCK = 128
+# derive() computes about this many elements in one call, and runs so many calls at a time.
+_ELEMENTS, _THREADS = 1 << 20, 16
+
+
+logger = logging.getLogger("refitd.serving.derived")
 
 
 @dataclass(frozen=True)
@@ -157,26 +165,44 @@ def _check_blocks(source: TensorSpec, copy: Copy, at: tuple[int, ...], shape: tu
 
 
 def derive(spec: TensorSpec, source: Any, offset: Sequence[int] | None = None, extent: Sequence[int] | None = None) -> Any:
-    """A box of a derived tensor, made by the library on the host. `source`: the whole source. Raises FailedPrecondition that names a source that can't be
-    quantised."""
+    """A box of a derived tensor, made by the library on the host, by several threads. `source`: the whole source. Raises FailedPrecondition that names a
+    source that can't be quantised."""
     import torch
 
+    begin = (0,) * len(spec.shape) if offset is None else tuple(offset)
     box = tuple(spec.shape if extent is None else extent)
     given = source.detach().cpu().contiguous()
     made = torch.empty(box, dtype=torch_dtype(spec.dtype))
-    numbers = [None if of is None else (ctypes.c_int64 * max(1, len(of)))(*of) for of in (offset, extent)]
     tensors, derivations = TensorList([spec]), DerivedList([spec])
-    native.check(
-        native.library().refit_derive(tensors.pointer, derivations.pointer, given.data_ptr(), *numbers, made.data_ptr()), f"tensor '{spec.name}'"
-    )
+
+    def make(first: int, count: int) -> None:
+        place, part = (first, *begin[1:]), (count, *box[1:])
+        numbers = [(ctypes.c_int64 * len(of))(*of) for of in (place, part)]
+        to = made[first - begin[0] :].data_ptr()
+        status = native.library().refit_derive(tensors.pointer, derivations.pointer, given.data_ptr(), *numbers, to)
+        native.check(status, f"tensor '{spec.name}'")
+
+    end = begin[0] + box[0]
+    step = _BLOCK * max(1, _ELEMENTS // (_BLOCK * max(1, given[:1].numel())))
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        starts = [begin[0], *range(begin[0] - begin[0] % step + step, end, step)]
+        list(pool.map(make, starts, (after - first for first, after in zip(starts, [*starts[1:], end]))))
     return made
 
 
+class _Made:
+    """A made-up derived tensor, of which each box is computed when it is asked for."""
+
+    def __init__(self, spec: TensorSpec, source: Any) -> None:
+        self._spec, self._source = spec, source
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Any:
+        return derive(self._spec, self._source, [part.start for part in box], [part.stop - part.start for part in box])
+
+
 def made_up(spec: TensorSpec, seed: int, device: Any) -> Any:
-    """As proof.values, also of derived tensors."""
-    if spec.derived is None:
-        return proof.values(spec, seed, device)
-    return derive(spec, proof.values(spec.derived.source, seed, device))
+    """As proof.values, also of derived tensors, for proof.deliver."""
+    return proof.values(spec, seed, device) if spec.derived is None else _Made(spec, proof.values(spec.derived.source, seed, device))
 
 
 def as_loaded(
@@ -235,6 +261,9 @@ def compare(
             new[entry.name] = ""
         elif entry.name not in compared:
             new[entry.name] = "can't be compared: this engine quantises nothing beside the model" if quantise is None else _difference(entry, quantise, device)
+    for name, why in new.items():
+        if why:
+            logger.warning("refitd: module '%s' is processed: it %s", name, why)
     wrong = agree({name for name, why in new.items() if why})
     compared.update({name: why or ("differs on another rank" if name in wrong else "") for name, why in new.items()})
     return not wrong
