@@ -130,6 +130,21 @@ def test_five_versions_where_weights_are_quantised_in_blocks(
     assert not delivery["proof"]["unproved"], delivery["proof"]
 
 
+def test_five_versions_where_attention_reads_quantised_weights_and_experts_are_not_quantised(
+    folder: Path, daemon: Any, tmp_path: Path, blocks: None
+) -> None:
+    how = {"quantization": "online", "quantization_config": {"linear": "fp8_per_block"}}
+    delivery = check_five_versions("deepseek-v2-lite", folder, daemon, tmp_path, **how)
+    assert delivery["derived"]["model.layers.1.self_attn.kv_b_proj.weight"] == "values of fp8_block", delivery
+    assert linear(delivery, "weight_scale_inv") == set(delivery["derived"]) and not delivery["proof"]["unproved"], delivery
+
+
+def test_five_versions_of_derived_tensors_in_compiled_code(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel", enforce_eager=False)
+    assert len(delivery["derived"]) == 16, delivery
+    assert delivery["proof"]["ways"] == ["compiled code"] and not delivery["proof"]["unproved"], delivery["proof"]
+
+
 def test_five_versions_of_derived_tensors_into_arenas(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REFITD_ARENA", "device")
     delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel")
