@@ -94,7 +94,7 @@ def plant_change(model: Any, name: str, rank: int) -> None:
 
 
 def plant_other_scale(model: Any, name: str) -> None:
-    """Lets a linear layer that quantises by channels make one scale greater by a bit."""
+    """Lets a linear layer that quantises by channels make one scale a little greater."""
     method = model.get_submodule(name).quant_method
     original = method.process_weights_after_loading
 

@@ -594,7 +594,7 @@ def quantised(layer: Any) -> tuple[Quantised, ...]:
     """How the layer has weights of a checkpoint that is quantised in blocks. What SGLang makes of other checkpoints' weights refits have no kind for."""
     method: Any = getattr(layer, "quant_method", None)
     in_blocks = type(method).__name__ == "Fp8LinearMethod" and list(getattr(method, "weight_block_size", None) or ()) == [128, 128]
-    if not in_blocks or method.use_mxfp8 or not method.is_checkpoint_fp8_serialized:
+    if not in_blocks or getattr(method, "use_mxfp8", False) or not method.is_checkpoint_fp8_serialized:
         return ()
     return (Quantised(None, "weight", "weight_scale_inv"),)
 

@@ -395,8 +395,8 @@ def _requantised(
     found = []
     for name, module in model.named_modules():
         quantised = [each for each in inside.quantised(module) if each.kind or id(module) in of_fed]
-        own = [entry for entry in held if entry.module is module]
-        if not quantised or any(entry.name in why for entry in own):
+        own = [entry for entry in held if entry.module is module] if quantised else []
+        if not own or any(entry.name in why for entry in own):
             continue
         try:
             found.append(_requantised_one(name, module, quantised, own, captured, taken.get(id(module), []), fed, settings))
@@ -815,7 +815,7 @@ class Steps:
     try_out: Callable[[Delivery], None]
     process: Callable[[Delivery], None]
     aside: Callable[[Portion, Mapping[str, Any]], None] | None
-    quantise: Callable[[Portion, Mapping[str, Any]], None] | None
+    quantise: Callable[[Portion, Mapping[str, Any]], None]
     agree: Callable[[set[str]], set[str]]
     load: Callable[[Delivery, Iterable[tuple[str, Any]]], Sequence[str]]
     probe: Callable[[], Probe]

@@ -243,7 +243,7 @@ def compare(
     model: Any,
     found: Sequence[Requantised],
     refused: set[str],
-    quantise: Callable[[Portion, Mapping[str, Any]], None] | None,
+    quantise: Callable[[Portion, Mapping[str, Any]], None],
     agree: Callable[[set[str]], set[str]],
     device: Any,
 ) -> bool:
@@ -260,7 +260,7 @@ def compare(
         elif entry.loads:
             new[entry.name] = ""
         elif entry.name not in compared:
-            new[entry.name] = "can't be compared: this engine quantises nothing beside the model" if quantise is None else _difference(entry, quantise, device)
+            new[entry.name] = _difference(entry, quantise, device)
     for name, why in new.items():
         if why:
             logger.warning("refitd: module '%s' is processed: it %s", name, why)
