@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import refitd
 import support
 import torch
+from safetensors.torch import load_file, save_file
 from support import CheckpointTrainer, EngineProcess, following, update
 
 ELEMENTS = int(os.environ.get("REFITD_DERIVED_ELEMENTS", 1 << 25))
@@ -160,6 +162,28 @@ def test_a_restarted_engine_has_its_derived_tensors(folder: Path, daemon: Any, t
 def test_nothing_is_derived_where_the_engine_is_told_so(folder: Path, daemon: Any, tmp_path: Path) -> None:
     delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel", how={"derived": "off"})
     assert not delivery["derived"] and len(linear(delivery, "weight_scale") & delivery["processed"].keys()) == 16, delivery
+
+
+def test_weights_that_the_engine_casts_before_it_quantises_are_processed(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """Trainers with float32: refits would quantise that, and the engine quantises bfloat16."""
+    checkpoints = [tmp_path / str(seed) for seed in (1, 2)]
+    for seed, path in enumerate(checkpoints, 1):
+        shutil.copytree(models.make("qwen3", folder, seed, "float32"), path)
+        loaded = load_file(path / "model.safetensors")
+        tensors = {name: tensor if "_proj." in name else tensor.bfloat16() for name, tensor in loaded.items()}
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    options: dict[str, Any] = dict(dtype="bfloat16", quantization="fp8_per_channel")
+    expected = support.fresh(EngineProcess, checkpoints[1], tmp_path, **options)
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), **options) as engine:
+            engine.started()
+            update(engine, trainer, 1, checkpoints[1])
+            support.check_holds(engine, expected, 1)
+            delivery = engine.call("status")[0]["delivery"]
+            assert not delivery["derived"] and "is not derived" in delivery["processed"]["model.layers.0.mlp.down_proj.weight"], delivery
+    finally:
+        trainer.close()
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -344,7 +344,7 @@ def decide(
     fed = _fed(model, captured, inside)
     if fed:
         captured = _capture(model, manifest, held, inside, processed=lambda name: False, fed=fed)
-    requantised = _requantised(model, held, captured, fed, why, settings, inside)
+    requantised = _requantised(model, manifest, held, captured, fed, why, settings, inside)
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with a processed one.
     module_of = {entry.name: id(entry.module) for entry in held}
     modules = {module_of[name] for name in (*captured.processed, *why)} - {id(entry.module) for entry in requantised}
@@ -381,12 +381,13 @@ def _fed(model: Any, captured: Any, inside: Any) -> dict[str, str]:
 
 
 def _requantised(
-    model: Any, held: Sequence[_Entry], captured: Any, fed: dict[str, str], why: dict[str, str], settings: Settings, inside: Any
-) -> list[Requantised]:
+    model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], captured: Any, fed: dict[str, str], why: dict[str, str],
+    settings: Settings, inside: Any,
+) -> list[Requantised]:  # fmt: skip
     """The modules whose values and scales can be written as derived tensors. `fed`: of _fed(). `why`: gets, by parameter, why those of other modules
     can't be."""
     module_of = {entry.name: id(entry.module) for entry in held}
-    tensors = {spec.name: spec for spec in captured.tensors}
+    tensors = {spec.name: spec for spec in manifest}
     taken: dict[int, list[TensorSpec]] = {}
     for name, targets in _sources(captured, module_of).items():
         for target in targets:
