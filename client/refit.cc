@@ -1,5 +1,7 @@
 #include "client/refit.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -9,6 +11,7 @@
 #include <iterator>
 #include <new>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -28,6 +31,8 @@
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
 #include "transport/base/version.h"
+#include "transport/derive/derive.h"
+#include "transport/plan/derived.h"
 
 namespace client = refitd::client;
 using client::BucketOf;
@@ -285,6 +290,17 @@ absl::Status AddCudaVmm(Member* member, int descriptor, int64_t bytes, uint64_t 
   return Give(member->AddCudaRegion(std::move(own), bytes, address), &refit_region::region, region);
 }
 
+// The box of a tensor of that shape; null lists are as in refit_piece.
+absl::StatusOr<refitd::Box> BoxOf(const int64_t* offset, const int64_t* extent,
+                                  const refitd::Dims& shape) {
+  const int32_t rank = static_cast<int32_t>(shape.size());
+  refitd::Box box = refitd::WholeBox(shape);
+  if (offset != nullptr) box.offset = DimsOf(offset, rank);
+  if (extent != nullptr) box.extent = DimsOf(extent, rank);
+  REFITD_RETURN_IF_ERROR(refitd::ValidateBox(box, shape));
+  return box;
+}
+
 absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
                                       const std::vector<refitd::TensorSpec>& tensors) {
   if (given.tensor < 0 || given.tensor >= static_cast<int64_t>(tensors.size())) {
@@ -293,15 +309,12 @@ absl::StatusOr<refitd::Piece> PieceOf(const refit_piece& given,
   }
   if (given.region == nullptr) return Null("piece.region");
   const refitd::Dims& shape = tensors[given.tensor].shape;
-  const int32_t rank = static_cast<int32_t>(shape.size());
   refitd::Piece piece;
   piece.tensor = static_cast<uint32_t>(given.tensor);
-  piece.box = refitd::WholeBox(shape);
-  if (given.offset != nullptr) piece.box.offset = DimsOf(given.offset, rank);
-  if (given.extent != nullptr) piece.box.extent = DimsOf(given.extent, rank);
-  REFITD_RETURN_IF_ERROR(refitd::ValidateBox(piece.box, shape));
-  piece.strides = given.strides != nullptr ? DimsOf(given.strides, rank)
-                                           : refitd::RowMajorStrides(piece.box.extent);
+  REFITD_ASSIGN_OR_RETURN(piece.box, BoxOf(given.offset, given.extent, shape));
+  piece.strides = given.strides != nullptr
+                      ? DimsOf(given.strides, static_cast<int32_t>(shape.size()))
+                      : refitd::RowMajorStrides(piece.box.extent);
   piece.region = given.region->region->id();
   piece.byte_offset = given.byte_offset;
   return piece;
@@ -341,6 +354,33 @@ absl::Status SetDerived(const refit_derivation* derivations, int64_t count,
                                refitd::DerivedRole(number(given.role))});
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckAligned(const void* data, refitd::DType dtype, std::string_view field) {
+  if (reinterpret_cast<uintptr_t>(data) % refitd::ElementBytes(dtype) == 0) return absl::OkStatus();
+  return InvalidField(field, "{} is not aligned to its elements", field);
+}
+
+absl::Status DeriveInto(const refit_tensor* tensor, const refit_derivation* derivation,
+                        const void* source, const int64_t* offset, const int64_t* extent,
+                        void* result) {
+  refitd::Layout layout;
+  REFITD_ASSIGN_OR_RETURN(layout.tensors, SpecsOf(tensor, 1));
+  REFITD_RETURN_IF_ERROR(SetDerived(derivation, 1, &layout));
+  const refitd::TensorSpec& derived = layout.tensors[0];
+  REFITD_RETURN_IF_ERROR(refitd::ValidateDerived(derived));
+  const refitd::TensorSpec& from = derived.derived->from;
+  REFITD_RETURN_IF_ERROR(CheckAligned(source, from.dtype, "source"));
+  REFITD_RETURN_IF_ERROR(CheckAligned(result, derived.dtype, "result"));
+  REFITD_ASSIGN_OR_RETURN(const refitd::Box box, BoxOf(offset, extent, derived.shape));
+  if (refitd::ElementCount(box) == 0) return absl::OkStatus();
+  const refitd::HeldPiece held{derived.derived, refitd::WholeBox(from.shape),
+                               refitd::RowMajorStrides(from.shape),
+                               static_cast<const char*>(source)};
+  const std::optional<refitd::Dims> fault =
+      refitd::Derive(held, derived.dtype, box, static_cast<char*>(result));
+  if (!fault.has_value()) return absl::OkStatus();
+  return refitd::NoResult(*derived.derived, fmt::format("element [{}]", fmt::join(*fault, ", ")));
 }
 
 absl::Status SetPushed(const int64_t* pushed, int64_t count, refitd::Layout* layout) {
@@ -535,6 +575,14 @@ int64_t refit_region_bytes(const refit_region* region) {
 }
 
 void refit_region_free(refit_region* region) { delete region; }
+
+refit_status refit_derive(const refit_tensor* tensor, const refit_derivation* derivation,
+                          const void* source, const int64_t* offset, const int64_t* extent,
+                          void* result) {
+  return Guarded(
+      {{tensor, "tensor"}, {derivation, "derivation"}, {source, "source"}, {result, "result"}},
+      [&] { return DeriveInto(tensor, derivation, source, offset, extent, result); });
+}
 
 refit_status refit_arena_new(const refit_connect_options* connect, int64_t bytes, int32_t back,
                              refit_arena** arena) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <limits>
 #include <string>
 #include <thread>
 
@@ -337,6 +338,46 @@ TEST_CASE(
   connect.coordinator = long_name.c_str();
   CHECK(attach() == REFIT_INVALID_ARGUMENT);
   CHECK(std::string(refit_last_error()).find("coordinator") != std::string::npos);
+}
+
+TEST_CASE("a box of a derived tensor is computed in host memory") {
+  const int64_t dims[] = {2, 4};
+  const int64_t scale_dims[] = {2, 1};
+  const refit_tensor from{"w", REFIT_FLOAT32, 2, dims, 0, REFIT_WHOLE};
+  const refit_tensor values{"q", REFIT_FLOAT8_E4M3FN, 2, dims, 0, REFIT_WHOLE};
+  const refit_tensor scales{"s", REFIT_FLOAT32, 2, scale_dims, 0, REFIT_WHOLE};
+  refit_derivation as_values{0, &from, REFIT_DERIVED_FP8_CHANNEL, REFIT_DERIVED_VALUES};
+  const refit_derivation as_scales{0, &from, REFIT_DERIVED_FP8_CHANNEL, REFIT_DERIVED_SCALES};
+  float source[] = {1, 2, 3, 4, 448, -896, 0, 2};
+  float scale[2] = {};
+  REQUIRE(refit_derive(&scales, &as_scales, source, nullptr, nullptr, scale) == REFIT_OK);
+  CHECK(scale[0] == 4.0F / 448);
+  CHECK(scale[1] == 2);
+  // The second row, without its last column: 224, -448 and 0 as float8_e4m3fn.
+  const int64_t offset[] = {1, 0};
+  const int64_t extent[] = {1, 3};
+  uint8_t row[4] = {0, 0, 0, 77};
+  REQUIRE(refit_derive(&values, &as_values, source, offset, extent, row) == REFIT_OK);
+  CHECK(row[0] == 0x76);
+  CHECK(row[1] == 0xFE);
+  CHECK(row[2] == 0);
+  CHECK(row[3] == 77);
+
+  const int64_t beyond[] = {2, 3};
+  CHECK(refit_derive(&values, &as_values, source, offset, beyond, row) == REFIT_INVALID_ARGUMENT);
+  const char* odd = reinterpret_cast<const char*>(source) + 1;
+  CHECK(refit_derive(&values, &as_values, odd, offset, extent, row) == REFIT_INVALID_ARGUMENT);
+  CHECK(std::string(refit_last_error()) == "source is not aligned to its elements");
+  CHECK(refit_derive(&scales, &as_values, source, nullptr, nullptr, scale) ==
+        REFIT_INVALID_ARGUMENT);
+  CHECK(refit_derive(&values, nullptr, source, nullptr, nullptr, row) == REFIT_INVALID_ARGUMENT);
+  source[5] = std::numeric_limits<float>::infinity();
+  REQUIRE(refit_derive(&values, &as_values, source, offset, extent, row) ==
+          REFIT_FAILED_PRECONDITION);
+  auto failure = Initialised<refit_failure>();
+  REQUIRE(refit_last_failure(&failure) == REFIT_OK);
+  CHECK(std::string(failure.tensor) == "w");
+  CHECK(std::string(failure.what).find("element [1, 1]") != std::string::npos);
 }
 
 TEST_CASE("the last error is each thread's own") {

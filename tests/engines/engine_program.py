@@ -69,7 +69,7 @@ def plant_no_evidence(model: Any) -> None:
     """Makes the adapter take every module for one that post-processing left as it was."""
     from refitd.serving import delivery as evidence
 
-    object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): [] for layer in model.modules()})
+    object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): {} for layer in model.modules()})
 
 
 def plant_sinks_copy(model: Any, name: str) -> None:
@@ -93,7 +93,19 @@ def plant_change(model: Any, name: str, rank: int) -> None:
             model.get_parameter(name).view(-1)[0] += 1.0
 
 
-PLANTS = {"change": plant_change, "copy": plant_copy, "no evidence": plant_no_evidence, "sinks copy": plant_sinks_copy, "no derivation": plant_no_derivation}
+def plant_other_scale(model: Any, name: str) -> None:
+    """Lets a linear layer that quantises by channels make one scale a little greater."""
+    method = model.get_submodule(name).quant_method
+    original = method.process_weights_after_loading
+
+    def process(layer: Any) -> None:
+        original(layer)
+        layer.weight_scale.data[3] *= 1 + 2**-22
+
+    method.process_weights_after_loading = process
+
+
+PLANTS = {"change": plant_change, "copy": plant_copy, "no evidence": plant_no_evidence, "sinks copy": plant_sinks_copy, "no derivation": plant_no_derivation, "other scale": plant_other_scale}
 
 
 def plant(worker: Any, name: str, arguments: list[Any]) -> None:

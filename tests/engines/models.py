@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,19 @@ def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
     model.to(getattr(torch, dtype)).save_pretrained(out)
     _tokenizer().save_pretrained(out)
     return out
+
+
+def quantise(checkpoint: Path, out: Path, how: Callable[[Any], tuple[Any, Any]]) -> None:
+    """Writes the checkpoint with linear layers that are quantised in blocks: `how` makes a weight's values and scales."""
+    shutil.copytree(checkpoint, out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISED["qwen3-fp8"]}))
+    tensors = {}
+    for key, tensor in load_file(checkpoint / "model.safetensors").items():
+        tensors[key] = tensor
+        if key.endswith("_proj.weight"):
+            tensors[key], tensors[f"{key}_scale_inv"] = how(tensor)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
 
 
 def _make_quantised(name: str, folder: Path, seed: int, dtype: str) -> Path:

@@ -471,6 +471,50 @@ def kill(engine: Any, daemon: Any, version: int, ranks: int = 1) -> None:
         time.sleep(0.05)
 
 
+def serve_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets engines serve FP8 weights in blocks on this CPU (startup/sitecustomize.py)."""
+    monkeypatch.setenv("REFITD_ENGINES_BLOCKS", "1")
+    monkeypatch.setenv("PYTHONPATH", f"{HERE / 'startup'}:{HERE}:{os.environ['PYTHONPATH']}")
+
+
+def quantised_in_blocks(weight: torch.Tensor, reciprocal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and scales as NeMo-RL's `cast_tensor_to_fp8_blockwise` makes them (`reciprocal`), or vLLM's `per_block_cast_to_fp8`. The weight's rows and columns are
+    multiples of 128."""
+    rows, columns = weight.shape
+    blocks = weight.float().view(rows // 128, 128, columns // 128, 128)
+    amax = blocks.abs().amax((1, 3), keepdim=True)
+    factor = (1.0 / amax) * 448.0 if reciprocal else 1.0 / (amax.clamp(1e-4) / 448.0)
+    scales = 1.0 / factor if reciprocal else amax.clamp(1e-4) / 448.0
+    values = (blocks * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values.view(rows, columns), scales.view(rows // 128, columns // 128)
+
+
+def check_trainers_feed_a_quantised_checkpoint(
+    kind: type[EngineProcess], folder: Path, daemon: Any, tmp_path: Path, how: str, tp: int = 1
+) -> None:
+    """After each version the engine, which was started with a checkpoint that is quantised in blocks, has the parameters and tokens of an engine that
+    loaded the trainers' bfloat16 checkpoint, quantised as the kind `how` says."""
+    sources = {seed: models.make("qwen3", folder, seed) for seed in (1, 2)}
+    quantised = {seed: tmp_path / f"quantised-{seed}" for seed in sources}
+    for seed, path in quantised.items():
+        models.quantise(sources[seed], path, lambda weight: quantised_in_blocks(weight, how == "fp8_block_reciprocal"))
+    expected = {seed: fresh(kind, path, tmp_path, dtype="bfloat16", tp=tp) for seed, path in quantised.items()}
+    assert expected[1][0].differ_from(expected[2][0]), "the two checkpoints give the same tokens: the test could not fail"
+    trainer = CheckpointTrainer(daemon.socket, sources[1])
+    follow = following(daemon, derived=how, manifest=str(sources[1]))
+    try:
+        with kind(quantised[1], tmp_path / "live.log", follow=follow, dtype="bfloat16", tp=tp) as engine:
+            engine.started()
+            for version, seed in enumerate((2, 1, 2), 1):
+                update(engine, trainer, version, sources[seed])
+                check_holds(engine, expected[seed], version)
+            for delivery in (rank["delivery"] for rank in engine.call("status")):
+                assert delivery["derived"]["model.layers.0.self_attn.o_proj.weight"] == f"values of {how}", delivery
+                assert len(delivery["derived"]) == 16 and not delivery["proof"]["failed"] and not delivery["loader_bytes"], delivery
+    finally:
+        trainer.close()
+
+
 def check_restarts(
     kind: type[EngineProcess], name: str, folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, dtype: str = "bfloat16",
     **llm: Any,

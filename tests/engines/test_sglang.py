@@ -82,6 +82,14 @@ def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_
     check_five_versions(name, folder, daemon, tmp_path, tp=2)
 
 
+@pytest.mark.parametrize("how", ["fp8_block", "fp8_block_reciprocal"])
+def test_bfloat16_trainers_feed_a_checkpoint_quantised_in_blocks(
+    how: str, folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support.serve_blocks(monkeypatch)
+    support.check_trainers_feed_a_quantised_checkpoint(SglangProcess, folder, daemon, tmp_path, how)
+
+
 def test_parameters_skipped_silently(folder: Path, daemon: Any, tmp_path: Path) -> None:
     """A checkpoint that lacks a tensor is refused by the parameter's name."""
     checkpoint = models.make("qwen3", folder, 1)

@@ -1,16 +1,23 @@
-"""Derived tensors have the bits of vLLM's own online quantisation, as it runs on a CPU. REFITD_DERIVED_ELEMENTS: how many elements of a kind are
+"""Derived tensors have the bits of vLLM's own online quantisation, as it runs on a CPU, and engines that quantise so get them. REFITD_DERIVED_ELEMENTS: how many elements of a kind are
 compared, 2^25 by default."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import refitd
+import support
 import torch
+from safetensors.torch import load_file, save_file
+from support import CheckpointTrainer, EngineProcess, following, update
 
 ELEMENTS = int(os.environ.get("REFITD_DERIVED_ELEMENTS", 1 << 25))
 SHAPE = (2048, 2048)
@@ -76,3 +83,149 @@ def test_values_and_scales_have_the_bits_of_vllm(
         finally:
             engine.close()
             thread.join()
+
+
+# ---- engines that quantise online ----
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets vLLM serve FP8 weights in blocks on this CPU (startup/sitecustomize.py)."""
+    support.serve_blocks(monkeypatch)
+
+
+def check_five_versions(*arguments: Any, **options: Any) -> dict[str, Any]:
+    return support.check_five_versions(EngineProcess, *arguments, **options)
+
+
+def linear(delivery: dict[str, Any], scales: str) -> set[str]:
+    """The values and scales of layers that quantise."""
+    listed = {*delivery["direct"], *delivery["processed"]}
+    return {name for name in listed if not name.endswith(".bias") and f"{name.rpartition('.')[0]}.{scales}" in listed}
+
+
+@pytest.mark.parametrize("name, tp", [("qwen3", 1), ("qwen3-one-kv-head", 1), ("llama-bias", 1), ("qwen3", 2)])
+def test_five_versions_where_weights_are_quantised_by_channels(name: str, tp: int, folder: Path, daemon: Any, tmp_path: Path) -> None:
+    delivery = check_five_versions(name, folder, daemon, tmp_path, quantization="fp8_per_channel", tp=tp)
+    assert set(delivery["derived"]) == linear(delivery, "weight_scale") and len(delivery["derived"]) >= 16
+    assert delivery["derived"]["model.layers.0.self_attn.qkv_proj.weight"] == "values of fp8_channel"
+    assert set(delivery["derived"]) <= set(delivery["direct"]) and not delivery["loader_bytes"], delivery
+    assert delivery["proof"]["proved"] == len(delivery["direct"]) and not delivery["proof"]["unproved"], delivery["proof"]
+
+
+# By checkpoint and number of ranks, the layers whose parts cut blocks, which are processed.
+CUT = {("qwen3", 1): "", ("llama-bias", 1): "", ("qwen3-one-kv-head", 1): "qkv_proj", ("qwen3", 2): "qkv_proj"}
+
+
+@pytest.mark.parametrize("name, tp", CUT)
+def test_five_versions_where_weights_are_quantised_in_blocks(
+    name: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, blocks: None
+) -> None:
+    delivery = check_five_versions(name, folder, daemon, tmp_path, quantization="fp8_per_block", tp=tp)
+    cut = CUT[name, tp]
+    for parameter in linear(delivery, "weight_scale_inv"):
+        if cut and cut in parameter:
+            assert "cuts blocks of 128" in delivery["processed"][parameter], delivery
+        else:
+            assert parameter in delivery["direct"], delivery
+    assert delivery["derived"]["model.layers.1.mlp.down_proj.weight_scale_inv"] == "scales of fp8_block"
+    assert not delivery["proof"]["unproved"], delivery["proof"]
+
+
+def test_five_versions_where_attention_reads_quantised_weights_and_experts_are_not_quantised(
+    folder: Path, daemon: Any, tmp_path: Path, blocks: None
+) -> None:
+    how = {"quantization": "online", "quantization_config": {"linear": "fp8_per_block"}}
+    delivery = check_five_versions("deepseek-v2-lite", folder, daemon, tmp_path, **how)
+    assert delivery["derived"]["model.layers.1.self_attn.kv_b_proj.weight"] == "values of fp8_block", delivery
+    assert linear(delivery, "weight_scale_inv") == set(delivery["derived"]) and not delivery["proof"]["unproved"], delivery
+
+
+def test_five_versions_of_derived_tensors_in_compiled_code(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel", enforce_eager=False)
+    assert len(delivery["derived"]) == 16, delivery
+    assert delivery["proof"]["ways"] == ["compiled code"] and not delivery["proof"]["unproved"], delivery["proof"]
+
+
+def test_five_versions_of_derived_tensors_into_arenas(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REFITD_ARENA", "device")
+    delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel")
+    assert len(delivery["derived"]) == 16 and delivery["arena_bytes"] and not delivery["in_pause"], delivery
+
+
+def test_a_restarted_engine_has_its_derived_tensors(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was kept is compared beside the model, which nothing is written to."""
+    delivery = support.check_restarts(EngineProcess, "qwen3", folder, daemon, tmp_path, monkeypatch, quantization="fp8_per_channel")
+    assert len(delivery["derived"]) == 16 and not delivery["loader_bytes"], delivery
+
+
+def test_nothing_is_derived_where_the_engine_is_told_so(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel", how={"derived": "off"})
+    assert not delivery["derived"] and len(linear(delivery, "weight_scale") & delivery["processed"].keys()) == 16, delivery
+
+
+def test_weights_that_the_engine_casts_before_it_quantises_are_processed(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """Trainers with float32: refits would quantise that, and the engine quantises bfloat16."""
+    checkpoints = [tmp_path / str(seed) for seed in (1, 2)]
+    for seed, path in enumerate(checkpoints, 1):
+        shutil.copytree(models.make("qwen3", folder, seed, "float32"), path)
+        loaded = load_file(path / "model.safetensors")
+        tensors = {name: tensor if "_proj." in name else tensor.bfloat16() for name, tensor in loaded.items()}
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    options: dict[str, Any] = dict(dtype="bfloat16", quantization="fp8_per_channel")
+    expected = support.fresh(EngineProcess, checkpoints[1], tmp_path, **options)
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), **options) as engine:
+            engine.started()
+            update(engine, trainer, 1, checkpoints[1])
+            support.check_holds(engine, expected, 1)
+            delivery = engine.call("status")[0]["delivery"]
+            assert not delivery["derived"] and "is not derived" in delivery["processed"]["model.layers.0.mlp.down_proj.weight"], delivery
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_that_quantises_otherwise_is_processed_and_named(tp: int, folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """A defect in one rank's arithmetic. The engine still takes versions, by its own loader."""
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    options: dict[str, Any] = dict(dtype="bfloat16", quantization="fp8_per_channel", plant={"other scale": ["model.layers.1.mlp.down_proj"]}, tp=tp)
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), **options) as engine:
+            engine.started()
+            update(engine, trainer, 1, checkpoints[1])
+            for rank in engine.call("status"):
+                delivery = rank["delivery"]
+                for parameter in ("weight", "weight_scale"):
+                    why = delivery["processed"][f"model.layers.1.mlp.down_proj.{parameter}"]
+                    assert re.search(r"quantised otherwise than by fp8_channel: element \[3, \d+\] of the (values|scales) of 'model.layers.1.mlp.down_proj.weight'", why), why
+                assert len(delivery["derived"]) == 14, delivery
+    finally:
+        trainer.close()
+
+
+# ---- engines with a quantised checkpoint ----
+
+
+@pytest.mark.parametrize("how, tp", [("fp8_block", 1), ("fp8_block_reciprocal", 1)])
+def test_bfloat16_trainers_feed_a_checkpoint_quantised_in_blocks(
+    how: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, blocks: None
+) -> None:
+    support.check_trainers_feed_a_quantised_checkpoint(EngineProcess, folder, daemon, tmp_path, how, tp)
+
+
+def test_trainers_with_quantised_weights_feed_a_checkpoint_quantised_in_blocks(
+    folder: Path, daemon: Any, tmp_path: Path, blocks: None
+) -> None:
+    delivery = check_five_versions("qwen3-fp8", folder, daemon, tmp_path)
+    assert not delivery["derived"] and "model.layers.0.mlp.down_proj.weight_scale_inv" in delivery["direct"], delivery
+
+
+def test_a_quantised_checkpoint_is_refused_by_name_where_its_weights_can_not_be_derived(
+    folder: Path, daemon: Any, tmp_path: Path, blocks: None
+) -> None:
+    source, quantised = models.make("qwen3", folder, 1), models.make("qwen3-fp8", folder, 1)
+    culprit = r"_proj.weight' is quantised in the engine's checkpoint, and can't be derived: .* setting derived is 'off'"
+    support.check_refused(EngineProcess, daemon, quantised, tmp_path, culprit, derived="off", manifest=str(source))

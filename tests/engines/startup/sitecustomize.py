@@ -4,6 +4,8 @@ REFITD_ENGINES_UNPINNED: torch leaves memory unpinned that is asked for as pinne
 machine without a GPU does not have it.
 REFITD_ENGINES_REPACKED: SGLang's linear layers have kernels that read their rows in reverse, into which post-processing brings them. SGLang itself
 post-processes nothing on a CPU without AMX.
+REFITD_ENGINES_BLOCKS: vLLM and SGLang have a kernel for FP8 weights in blocks on every CPU, which reads them as their kernels on GPUs do; their own
+need AMX, and prepack.
 REFITD_ENGINES_PLANT: JSON {name: arguments} of defects that are planted into SGLang's model (engine_program.PLANTS) before its rank attaches.
 """
 
@@ -40,6 +42,37 @@ def repack(unquant):
         return made if bias is None else made + bias
 
     method.process_weights_after_loading, method.apply = process, apply_repacked
+
+
+def multiplied(given, weight, scales):
+    wide = scales.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)[:, : weight.shape[1]]
+    return given.float() @ (weight.float() * wide).T
+
+
+def add_block_kernel(linear):
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.platforms import PlatformEnum
+
+    class Kernel(Fp8BlockScaledMMLinearKernel):
+        apply_input_quant = False
+
+        @classmethod
+        def is_supported(cls, compute_capability=None):
+            return True, None
+
+        def apply_block_scaled_mm(self, A, B, As, Bs):
+            return multiplied(A, B, Bs)
+
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(Kernel)
+
+
+def set_block_kernel(fp8):
+    def kernel(input, weight, block_size, weight_scale, input_scale=None, bias=None):
+        made = multiplied(input, weight, weight_scale)
+        return (made if bias is None else made + bias).to(input.dtype)
+
+    fp8._is_cpu = False  # else the weights are prepacked for AMX
+    fp8.dispatch_w8a8_block_fp8_linear = lambda **options: kernel
 
 
 def plant(adapter):
@@ -80,5 +113,8 @@ if os.environ.get("REFITD_ENGINES_UNPINNED"):
     sys.meta_path.insert(0, After("torch", unpin))
 if os.environ.get("REFITD_ENGINES_REPACKED"):
     sys.meta_path.insert(0, After("sglang.srt.layers.quantization.unquant", repack))
+if os.environ.get("REFITD_ENGINES_BLOCKS"):
+    sys.meta_path.insert(0, After("vllm.model_executor.kernels.linear", add_block_kernel))
+    sys.meta_path.insert(0, After("sglang.srt.layers.quantization.fp8", set_block_kernel))
 if os.environ.get("REFITD_ENGINES_PLANT"):
     sys.meta_path.insert(0, After("refitd.integrations.sglang", plant))

@@ -300,6 +300,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "refit_update_refit": (_STATUS, (c_void_p, POINTER(refit_commit_result))),
     "refit_engine_attach": (_STATUS, (POINTER(refit_engine_options), _OUT)),
     "refit_engine_free": (None, (c_void_p,)),
+    "refit_derive": (_STATUS, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
     "refit_arena_new": (_STATUS, (POINTER(refit_connect_options), c_int64, c_int32, _OUT)),
     "refit_arena_data": (c_void_p, (c_void_p,)),
     "refit_arena_bytes": (c_int64, (c_void_p,)),

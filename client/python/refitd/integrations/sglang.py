@@ -32,6 +32,7 @@ from ..serving.ahead import Portion, as_before
 from ..serving.delivery import (
     ATTRIBUTE, KEPT, Delivery, Snapshot, Steps, decided, keep_memory, note_changes, prove_kept, proved, synchronise, tensors_of,
 )  # fmt: skip
+from ..serving.derived import Quantised
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
 from ..serving.proof import Probe, gathered, token_ids, tokens_for, union_over
 from ..serving.rank import EngineLoop, Kept, Rank, TakeUp, find_kept
@@ -589,6 +590,15 @@ def _never(*_: Any) -> bool:
 is_attention = is_made_later = is_tied = only_prepacks = _never
 
 
+def quantised(layer: Any) -> tuple[Quantised, ...]:
+    """How the layer has weights of a checkpoint that is quantised in blocks. What SGLang makes of other checkpoints' weights refits have no kind for."""
+    method: Any = getattr(layer, "quant_method", None)
+    in_blocks = type(method).__name__ == "Fp8LinearMethod" and list(getattr(method, "weight_block_size", None) or ()) == [128, 128]
+    if not in_blocks or getattr(method, "use_mxfp8", False) or not method.is_checkpoint_fp8_serialized:
+        return ()
+    return (Quantised(None, "weight", "weight_scale_inv"),)
+
+
 def is_vocabulary(layer: Any) -> bool:
     """Whether the layer's rows are padded beyond the vocabulary."""
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -807,6 +817,11 @@ def gather(value: Any) -> list[Any]:
     return gathered(get_parallel().tp_group, value)
 
 
+def agree(names: set[str]) -> set[str]:
+    """The union of the names that all ranks pass; each must call this alike."""
+    return set().union(*gather(names))
+
+
 # The attribute of a model that has its Backend.
 _BACKEND = "_refitd_backend"
 
@@ -919,7 +934,9 @@ class Backend:
         return {name: digest(named[name]) for name in delivery.processed if named[name].numel()}
 
     def _steps(self, rooms: ExitStack) -> Steps:
-        return Steps(sys.modules[__name__], self._try_out, self._process, self._aside, self._load, lambda: self._probe(rooms))
+        return Steps(
+            sys.modules[__name__], self._try_out, self._process, self._aside, self._aside, agree, self._load, lambda: self._probe(rooms)
+        )
 
     def _probe(self, rooms: ExitStack) -> Probe:
         """How the model is run alone, until `rooms` closes."""

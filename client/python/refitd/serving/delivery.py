@@ -5,6 +5,8 @@
   module in the loader's format, post-processes it, and copies the result into the old storage, module by module. Modules that only
   prepack their parameters (`Prepacked`) need no reload: the daemon writes their parameters in the loader's format, and they prepack
   these, without the copies in between.
+- *derived*: direct too, where the engine quantises what it loads and refits compute the same values and scales (refitd.serving.derived): the daemon
+  writes these, and no loader tensors are needed.
 - *constant*: no checkpoint has it (buffers that the model computes from its configuration).
 
 What is none of them is refused by name, before anything is registered.
@@ -25,7 +27,7 @@ import functools
 import logging
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from math import prod
@@ -35,16 +37,18 @@ from typing import TYPE_CHECKING, Any
 from .._core.tensors import Places
 from ..errors import Error, FailedPrecondition
 from ..layout import Box, TensorSpec
+from ..layout.capture import Processed
 from ..layout.memory import DTYPES, Arena, digest, empty, locate, resolve, torch_dtype
 from ..layout.placement import KeptArenas, adopt_in_arenas, adopt_tensors, empty_in_arena
-from . import ahead, proof
+from . import ahead, derived, proof
 from .ahead import Portion
+from .derived import NotDerived, Quantised, Requantised
 from .proof import Probe, Proof, Prover
 
 if TYPE_CHECKING:
     from . import Settings
 
-# The attribute of a model that has its evidence: {module: reasons}.
+# The attribute of a model that has its evidence: for each module, what changes() found.
 ATTRIBUTE = "_refitd_evidence"
 # The attribute of a model whose weights lie in arenas: by name, the digests that parameters had when they were moved there.
 MOVED = "_refitd_moved"
@@ -73,19 +77,19 @@ class Snapshot:
         return cls(tensors, _attributes(module), _attributes(getattr(module, "quant_method", None)))
 
 
-def changes(module: Any, before: Snapshot, after: Snapshot | None = None, placed: Set[int] = frozenset()) -> list[str]:
-    """The changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later. `after`: the module
-    now; None: it is made here. `placed`: ids of tensors whose bytes are others since."""
+def changes(module: Any, before: Snapshot, after: Snapshot | None = None, placed: Set[int] = frozenset()) -> dict[str, str]:
+    """By parameter or attribute, the changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later.
+    `after`: the module now; None: it is made here. `placed`: ids of tensors whose bytes are others since."""
     after = Snapshot.of(module) if after is None else after
-    found = []
+    found = {}
     for name in sorted(before.tensors.keys() | after.tensors.keys()):
         was, now = before.tensors.get(name), after.tensors.get(name)
         if was is None or now is None:
-            found.append(f"'{name}' was {'added' if was is None else 'removed'}")
+            found[name] = f"'{name}' was {'added' if was is None else 'removed'}"
         elif was[:3] != now[:3]:
-            found.append(f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}")
+            found[name] = f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}"
         elif was[4] != now[4] and id(_tensor_of(module, name)) not in placed:
-            found.append(f"the bytes of '{name}' were changed")
+            found[name] = f"the bytes of '{name}' were changed"
     # On a CPU a view may hold a copy: delivery in place moves the parameter into a region, and the view keeps the old memory.
     held = [t for t in (*module.parameters(), *module.buffers()) if t is not None]
     own = {t.untyped_storage().data_ptr() for t in held if t.device.type != "cpu"}
@@ -96,7 +100,7 @@ def changes(module: Any, before: Snapshot, after: Snapshot | None = None, placed
                 continue
             why = may_hold_copy(now, own, same)
             if why:
-                found.append(f"'{what}{name}' {why}")
+                found[what + name] = f"'{what}{name}' {why}"
     return found
 
 
@@ -250,7 +254,9 @@ class Delivery:
     modules: dict[str, Any] = field(repr=False)  # by name, the processed ones that vLLM's reload must reach
     prepacked: list[Prepacked] = field(repr=False)
     tied: list[Any] = field(repr=False)  # modules that keep something made of another module's parameter
-    derived: list[str] = field(repr=False)  # names of parameters that attention layers make of other modules' parameters
+    made_later: list[str] = field(repr=False)  # names of parameters that attention layers make of other modules' parameters
+    derived: list[Requantised] = field(default_factory=list, repr=False)  # modules whose values and scales are written as derived tensors
+    not_derived: set[str] = field(default_factory=set, repr=False)  # names of modules that quantise, and are processed
     proof: Proof | None = None  # None: it was not asked for
     places: Places | None = field(default=None, repr=False)  # the memory of the model's parameters that the daemon writes
     # By a name that the engine's loader passes over, the name of the tensor whose memory it shares.
@@ -292,6 +298,7 @@ class Delivery:
         """Counts and names, for logs, `GET /refitd/delivery` and tests."""
         return {
             "direct": sorted(self.direct),
+            "derived": {name: what for entry in self.derived for name, what in sorted(entry.summary().items())},
             "processed": dict(sorted(self.processed.items())),
             "constant": sorted(self.constant),
             "padded": sorted(self.padded),
@@ -331,11 +338,16 @@ def decide(
     """
     held = _held(model)
     why = _reasons(model, held, inside)
+    failed = {**getattr(model, derived.COMPARED, {}), **failed}
     why.update({entry.name: reason for entry in held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
     captured = _capture(model, manifest, held, inside, processed=lambda name: False)
+    fed = _fed(model, captured, inside)
+    if fed:
+        captured = _capture(model, manifest, held, inside, processed=lambda name: False, fed=fed)
+    requantised = _requantised(model, manifest, held, captured, fed, why, settings, inside)
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with a processed one.
     module_of = {entry.name: id(entry.module) for entry in held}
-    modules = {module_of[name] for name in (*captured.processed, *why)}
+    modules = {module_of[name] for name in (*captured.processed, *why)} - {id(entry.module) for entry in requantised}
     _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
     sources = _sources(captured, module_of)
     while True:
@@ -344,13 +356,83 @@ def decide(
         if not more:
             break
         modules |= more
-    captured = _capture(model, manifest, held, inside, processed=lambda name: module_of[name] in modules)
+    captured = _capture(model, manifest, held, inside, processed=lambda name: module_of[name] in modules, fed=fed)
     if device.type == "cpu":
         prepacked = _prepackable(held, captured, sources, modules, inside)
         names = {name for name in names if sources[name] & (modules - prepacked)}
     else:
         prepacked = set()
-    return _delivery_of(model, manifest, held, captured, modules, prepacked, names, why, settings, device, inside)
+    requantised = [entry for entry in requantised if id(entry.module) not in modules]
+    written = {name for entry in requantised for name in entry.summary()}
+    captured.direct[:] = [copy for copy in captured.direct if copy.parameter not in written]
+    left = {name: parameter for name, parameter in fed.items() if parameter not in written}
+    _refuse(
+        {name: f"is quantised in the engine's checkpoint, and can't be derived: '{to}' {why.get(to, 'is not')}" for name, to in left.items()},
+        "tensors of the checkpoint can't be delivered",
+        "tensor",
+    )
+    return _delivery_of(model, manifest, held, captured, modules, prepacked, names, requantised, why, settings, device, inside)
+
+
+def _fed(model: Any, captured: Any, inside: Any) -> dict[str, str]:
+    """The tensors that trainers have in another dtype than a checkpoint that is quantised in blocks, and the parameter of the values of each."""
+    values = {f"{name}.{each.values}" for name, module in model.named_modules() for each in inside.quantised(module) if each.kind is None}
+    return {name: min(parameters) for name, parameters in captured.cast.items() if parameters <= values}
+
+
+def _requantised(
+    model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], captured: Any, fed: dict[str, str], why: dict[str, str],
+    settings: Settings, inside: Any,
+) -> list[Requantised]:  # fmt: skip
+    """The modules whose values and scales can be written as derived tensors. `fed`: of _fed(). `why`: gets, by parameter, why those of other modules
+    can't be."""
+    module_of = {entry.name: id(entry.module) for entry in held}
+    tensors = {spec.name: spec for spec in manifest}
+    taken: dict[int, list[TensorSpec]] = {}
+    for name, targets in _sources(captured, module_of).items():
+        for target in targets:
+            taken.setdefault(target, []).append(tensors[name])
+    of_fed = {module_of[parameter] for parameter in fed.values()}
+    found = []
+    for name, module in model.named_modules():
+        quantised = [each for each in inside.quantised(module) if each.kind or id(module) in of_fed]
+        own = [entry for entry in held if entry.module is module] if quantised else []
+        if not own or any(entry.name in why for entry in own):
+            continue
+        try:
+            found.append(_requantised_one(name, module, quantised, own, captured, taken.get(id(module), []), fed, settings))
+        except NotDerived as reason:
+            why.update({f"{name}.{parameter}": f"is not derived: {reason}" for each in quantised for parameter in (each.values, each.scales)})
+    return found
+
+
+def _requantised_one(
+    name: str, module: Any, quantised: Sequence[Quantised], own: Sequence[_Entry], captured: Any, taken: list[TensorSpec], fed: dict[str, str],
+    settings: Settings,
+) -> Requantised:  # fmt: skip
+    """`own`: what the module holds. `taken`: the checkpoint's tensors that it takes. Raises NotDerived."""
+    if settings.derived == derived.OFF:
+        raise NotDerived("the engine's setting derived is 'off'")
+    made = Requantised(name, module, [], taken)
+    for each in quantised:
+        values = f"{name}.{each.values}"
+        loaded = captured.processed.get(values)
+        if each.kind is None:
+            tensor = module._parameters[each.values]
+            copies = [copy for copy in captured.direct if copy.parameter == values]
+            sources = {captured.tensors[copy.tensor_index].name for copy in copies}
+            loaded = Processed(values, "float8_e4m3fn", tuple(tensor.shape), tensor.stride(), copies)
+            if loaded.name in captured.processed or not sources <= fed.keys():
+                raise NotDerived(f"'{each.values}' is processed, or trainers have a part of it quantised")
+            made.loads.update({source: {"values": source, "scales": source.removesuffix(each.values) + each.scales} for source in sources})
+        if loaded is None or values in captured.unfilled:
+            raise NotDerived(f"'{each.values}' gets no tensors of the checkpoint, or not all of its elements")
+        made.parts += derived.parts_of(each, each.kind or settings.derived, module, loaded, captured.tensors)
+    filled = {copy.parameter for copy in captured.direct} | made.summary().keys()
+    other = next((entry.name for entry in own if entry.is_parameter and entry.name not in filled), None)
+    if other is not None:
+        raise NotDerived(f"'{other}' is processed")
+    return made
 
 
 def _reason_in(failed: Mapping[str, str], name: str) -> str:
@@ -398,25 +480,26 @@ def _held(model: Any) -> list[_Entry]:
 
 def _reasons(model: Any, held: Sequence[_Entry], inside: Any) -> dict[str, str]:
     """By parameter, why its module can't be written in place."""
-    evident: dict[int, list[str]] | None = getattr(model, ATTRIBUTE, None)
+    evident: dict[int, dict[str, str]] | None = getattr(model, ATTRIBUTE, None)
     reasons = {}
     for entry in held:
         if evident is not None and id(entry.module) in evident:
-            changed = evident[id(entry.module)]
-            if changed and not inside.is_attention(entry.module):
-                reasons[entry.name] = "; ".join(changed)
+            expected = {name for each in inside.quantised(entry.module) if each.kind for name in (each.values, each.scales)}
+            unexpected = [text for name, text in evident[id(entry.module)].items() if name not in expected]
+            if unexpected and not inside.is_attention(entry.module):
+                reasons[entry.name] = "; ".join(unexpected)
         elif getattr(entry.module, "quant_method", None) is not None:
             reasons[entry.name] = UNPROVED
     methods = {id(module.quant_method) for module in model.modules() if hasattr(module, "quant_method")}
     for name, module in model.named_modules():
         if id(module) in methods:
             continue  # a quantisation method that is a module: its changes count as those of the module that it serves
-        changed = (evident or {}).get(id(module), [])
+        changed = (evident or {}).get(id(module), {})
         reprocessed = getattr(module, "quant_method", None) is not None or inside.is_attention(module)
         if changed and not reprocessed:
             raise FailedPrecondition(
                 f"module '{name}' ({type(module).__name__}) is changed after loading, and vLLM does not do that again when weights "
-                f"are reloaded: {'; '.join(changed)}",
+                f"are reloaded: {'; '.join(changed.values())}",
                 culprit=f"module '{name}'",
             )
     if evident is None and hasattr(model, "process_weights_after_loading"):
@@ -426,8 +509,11 @@ def _reasons(model: Any, held: Sequence[_Entry], inside: Any) -> dict[str, str]:
     return reasons
 
 
-def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], inside: Any, processed: Any) -> Any:
-    """Runs the loader dry with parameters in its format. Raises FailedPrecondition where post-processing removed one of them."""
+def _capture(
+    model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], inside: Any, processed: Any, fed: Mapping[str, str] = MappingProxyType({})
+) -> Any:
+    """Runs the loader dry with parameters in its format. `fed`: of _fed(): the loader gets values of these tensors. Raises FailedPrecondition where
+    post-processing removed a parameter."""
     import torch
 
     from ..layout.capture import capture
@@ -455,7 +541,11 @@ def _capture(model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry],
                         f"parameter '{full}' is removed after loading, so that new weights can't be put there", culprit=f"parameter '{full}'"
                     )
         with torch.device("cpu"):
-            return capture(model.load_weights, manifest, parameters=loaded, onto=onto, processed=processed)
+            taken = [replace(spec, dtype="float8_e4m3fn") if spec.name in fed else spec for spec in manifest]
+            captured = capture(model.load_weights, taken, parameters=loaded, onto=onto, processed=processed)
+    specs = {spec.name: spec for spec in manifest}
+    captured.tensors[:] = [specs[spec.name] for spec in captured.tensors]
+    return captured
 
 
 def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
@@ -489,20 +579,20 @@ def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None
 def _tied_modules(model: Any) -> list[Any]:
     """Post-processed modules whose parameter is another module's, such as an output layer that is tied to the embedding: vLLM's reload
     passes them over, because it loads no tensor for them. Raises FailedPrecondition where post-processing one again is not safe."""
-    evident: dict[int, list[str]] | None = getattr(model, ATTRIBUTE, None)
+    evident: dict[int, dict[str, str]] | None = getattr(model, ATTRIBUTE, None)
     first: dict[int, Any] = {}
     found = []
     for name, module in model.named_modules():
         for tensor in module._parameters.values():
             if tensor is None or first.setdefault(id(tensor), module) is module or getattr(module, "quant_method", None) is None:
                 continue
-            changed = None if evident is None else evident.get(id(module), [])
-            if changed == []:
+            changed = None if evident is None else evident.get(id(module), {})
+            if changed == {}:
                 continue
             if type(module.quant_method).__name__ != "UnquantizedEmbeddingMethod":
                 raise FailedPrecondition(
                     f"module '{name}' shares a parameter with another, and {type(module.quant_method).__name__} post-processes it: "
-                    f"{'; '.join(changed) if changed else UNPROVED}",
+                    f"{'; '.join(changed.values()) if changed else UNPROVED}",
                     culprit=f"module '{name}'",
                 )
             found.append(module)
@@ -517,6 +607,7 @@ def _delivery_of(
     modules: set[int],
     prepacked: set[int],
     names: set[str],
+    requantised: list[Requantised],
     why: dict[str, str],
     settings: Settings,
     device: Any,
@@ -525,7 +616,7 @@ def _delivery_of(
     """Makes the Delivery from what decide() found; refuses a model of which something can't be delivered.
 
     `modules`, `prepacked`: ids of the modules to process, and of those among them that only prepack. `names`: the loader
-    tensors. `why`: by parameter, why its module can't be written in place.
+    tensors. `requantised`: the modules that get derived tensors. `why`: by parameter, why its module can't be written in place.
     """
     module_of = {entry.name: id(entry.module) for entry in held}
     _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
@@ -534,7 +625,7 @@ def _delivery_of(
         "tensors of the checkpoint would be lost",
         "tensor",
     )  # fmt: skip
-    direct_names = {copy.parameter for copy in captured.direct}
+    direct_names = {copy.parameter for copy in captured.direct} | {name for entry in requantised for name in entry.summary()}
     direct = [entry for entry in held if entry.name in direct_names]
     processed = {
         entry.name: why.get(entry.name, "is another tensor after loading, or shares a tensor of the checkpoint with such a module")
@@ -568,7 +659,9 @@ def _delivery_of(
         modules={name: module for name, module in model.named_modules() if id(module) in modules - prepacked},
         prepacked=packing,
         tied=_tied_modules(model),
-        derived=sorted(made_later),
+        made_later=sorted(made_later),
+        derived=requantised,
+        not_derived=_that_quantise(model, inside) - {entry.name for entry in requantised},
         tied_names=_tied_names(model, captured.ignored, specs),
     )
     if settings.in_arenas:
@@ -581,10 +674,26 @@ def _delivery_of(
                 if id(module) in packs:
                     filled = {key: tensor for key, tensor in module._parameters.items() if tensor is not None}
                     made.ahead.append(Portion({name: module}, filled, packs=True))
+    specs_derived = {part.spec.name: part.spec for entry in requantised for part in entry.parts}
+    made.tensors += specs_derived.values()
     made.boxes = _boxes(made, captured, direct, held, device, in_arenas)
+    _leave_out(made, {part.spec.derived.source.name for entry in requantised for part in entry.parts if part.spec.derived is not None})
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
+
+
+def _that_quantise(model: Any, inside: Any) -> set[str]:
+    return {name for name, module in model.named_modules() if any(each.kind for each in inside.quantised(module))}
+
+
+def _leave_out(made: Delivery, sources: set[str]) -> None:
+    """Takes sources of derived tensors that nothing else needs out of the tensors to register."""
+    needed = {box.tensor_index for box in made.boxes}
+    kept = [i for i, spec in enumerate(made.tensors) if i in needed or spec.name not in sources or spec.name in made.tied_names.values()]
+    index = {old: new for new, old in enumerate(kept)}
+    made.tensors = [made.tensors[i] for i in kept]
+    made.boxes = [replace(box, tensor_index=index[box.tensor_index]) for box in made.boxes]
 
 
 def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]) -> dict[str, str]:
@@ -681,6 +790,8 @@ def _boxes(
     boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
     boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
+    parts = [part.copy(entry.name, index[part.spec.name]) for entry in made.derived for part in entry.parts]
+    boxes += _boxes_in(parts, made.tensors, {entry.name: entry.tensor for entry in held})
     whole = collect(made.loader_tensors, rank=0, tied=False)
     for box in whole.boxes:
         name = whole.tensors[box.tensor_index].name
@@ -698,13 +809,15 @@ DELIVERIES = "delivery by the engine's own loader"
 class Steps:
     """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose loader tensors do not reach every parameter, before the
     first version is committed. `process`: brings the loader tensors into the modules, of those that are `done` what was made ahead. `aside`:
-    processes a portion of the given tensors into the memory beside the model; None: the engine can't. `load`: loads tensors by the engine's own loader;
-    returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it can't be."""
+    processes a portion of the given tensors into the memory beside the model; None: the engine can't. `quantise`: does the same when the engine attaches. `agree`: as in Probe. `load`: loads tensors by the engine's
+    own loader; returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it can't be."""
 
     inside: Any
     try_out: Callable[[Delivery], None]
     process: Callable[[Delivery], None]
     aside: Callable[[Portion, Mapping[str, Any]], None] | None
+    quantise: Callable[[Portion, Mapping[str, Any]], None]
+    agree: Callable[[set[str]], set[str]]
     load: Callable[[Delivery, Iterable[tuple[str, Any]]], Sequence[str]]
     probe: Callable[[], Probe]
 
@@ -715,6 +828,8 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     failed: dict[str, str] = {}
     while True:
         made = decided(model, settings, manifest, device, steps.inside, failed)
+        if not _derives_equally(model, made, steps, device):
+            continue
         if not clean:
             zero_padding(model, made)
             if made.loader_tensors:
@@ -739,6 +854,13 @@ def proved(model: Any, settings: Settings, manifest: Sequence[TensorSpec], devic
     return made
 
 
+def _derives_equally(model: Any, made: Delivery, steps: Steps, device: Any) -> bool:
+    """Whether refits make the same of made-up weights as the engine; if not, the model says so now (derived.COMPARED)."""
+    if not made.derived and not made.not_derived:
+        return True  # on all ranks
+    return derived.compare(model, made.derived, made.not_derived, steps.quantise, steps.agree, device)
+
+
 def decided(
     model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, inside: Any, failed: dict[str, str] | None = None
 ) -> Delivery:
@@ -759,6 +881,8 @@ def decided(
 
 def prove_kept(model: Any, settings: Settings, made: Delivery, device: Any, steps: Steps) -> bool:
     """Makes the proof of a delivery as for an engine that serves its checkpoint: the weights stay. Returns False where something failed."""
+    if not _derives_equally(model, made, steps, device):
+        return False
     specs = {spec.name: spec for spec in made.tensors}
     _try(made, settings, steps, "", lambda aside, run: ahead.try_beside(made.ahead, lambda name: proof.values(specs[name], 1, device), aside, run))
     if settings.proof == "off":
@@ -846,7 +970,7 @@ def _is_processed_again(model: Any, name: str) -> bool:
 def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: Any, clean: bool, steps: Steps) -> Proof:
     """Runs the forward proof, and, unless the weights must be kept (`clean`), delivers random versions 1 and 2, and 2 by the engine's loader."""
     own = [name for entry in made.prepacked for name in (f"{entry.name}.{own}" for own in entry.filled)]
-    names = [*(name for name in made.direct if name not in own), *made.derived]
+    names = [*(name for name in made.direct if name not in own), *made.made_later]
     try:
         probe = steps.probe()
     except Exception as error:  # the inside of another version of the engine may differ
@@ -864,18 +988,19 @@ def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: A
         return prover.proof
     prover.perturb()
     processed = {**made.modules, **{entry.name: entry.module for entry in made.prepacked}, **_that_derive(model, made)}
+    processed.update({entry.name: entry.module for entry in made.derived})
     if why:
         prover.proof.unproved.update({DELIVERIES: why, **{name: why for name in processed}})
         return prover.proof
-    before, derived = prover.states(processed.values()), _digests(model, made.derived)
+    before, made_later = prover.states(processed.values()), _digests(model, made.made_later)
     deliver(2)
     ours = prover.states(processed.values())
     prover.compare_processed(before, ours, processed)
-    same = [name for name, found in _digests(model, made.derived).items() if derived[name] == found]
+    same = [name for name, found in _digests(model, made.made_later).items() if made_later[name] == found]
     prover.proof.failed.update(dict.fromkeys(same, "is made of other parameters, and is the same after another version was delivered"))
     deliver(1)  # so that what the loader does not reach differs from version 2
     try:
-        passed_over = steps.load(made, ((spec.name, proof.values(spec, 2, device)) for spec in manifest))
+        passed_over = steps.load(made, derived.as_loaded(manifest, made.derived, 2, device))
     except Exception as error:
         prover.proof.unproved[DELIVERIES] = f"it failed: {type(error).__name__}: {error}"
         deliver(2)
@@ -889,7 +1014,7 @@ def _prove(model: Any, made: Delivery, manifest: Sequence[TensorSpec], device: A
 
 def _that_derive(model: Any, made: Delivery) -> dict[str, Any]:
     """By name, the modules that keep something made of other modules' parameters."""
-    layers = {name.rpartition(".")[0] for name in made.derived}
+    layers = {name.rpartition(".")[0] for name in made.made_later}
     return {name: module for name, module in model.named_modules() if name in layers or any(module is entry for entry in made.tied)}
 
 
@@ -900,7 +1025,7 @@ def _digests(model: Any, names: Iterable[str]) -> dict[str, int]:
 
 def _deliver(made: Delivery, device: Any, steps: Steps, seed: int) -> None:
     """Delivers the made-up tensors of `seed` as the daemon would."""
-    proof.deliver(made.tensors, made.boxes, lambda spec: proof.values(spec, seed, device))
+    proof.deliver(made.tensors, made.boxes, lambda spec: derived.made_up(spec, seed, device))
     steps.process(made)
 
 

@@ -124,7 +124,9 @@ class RefitdBackend(WeightTransferEngine):
     def _steps(self, settings: Settings) -> Steps:
         # Ray runs the model on another thread than calls.
         aside = None if getattr(self.parallel_config, "distributed_executor_backend", None) == "ray" else self._aside
-        return Steps(versions, self._process, self._process, aside, self._load, lambda: self._probe(settings.proof == "require"))
+        return Steps(
+            versions, self._process, self._process, aside, self._aside, versions.agree, self._load, lambda: self._probe(settings.proof == "require")
+        )
 
     def _manifest(self, settings: Settings) -> list[TensorSpec]:
         """The checkpoint's tensors. Raises FailedPrecondition where the engine can't follow a group."""

@@ -20,7 +20,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from ctypes import c_uint64
 from functools import lru_cache
 from typing import Any
@@ -30,7 +30,8 @@ from ...layout import devices
 from ...layout.placement import like
 from ...serving import Settings
 from ...serving.delivery import CONFIGURATION, Snapshot, note_changes
-from ...serving.proof import gathered
+from ...serving.derived import Quantised
+from ...serving.proof import gathered, union_over
 from ...serving.rank import Kept, find_kept
 
 
@@ -256,7 +257,9 @@ def reload(
     if device.type == "cpu":
         kernels = _let_experts_prepack(wanted.values())
     layers = model if into is None else _Layers(wanted.values())
-    with torch.device(device):
+    # Newer versions know the device. Torch compiles none of their quantisation within such a block: it recurses without end.
+    knows = all(getattr(layer_info(layer), "restore_device", None) is not None for layer in wanted.values())
+    with nullcontext() if knows else torch.device(device):
         initialize_layerwise_reload(layers)
         copies = _redirect(wanted, into or {})
         try:
@@ -295,6 +298,21 @@ def _let_experts_prepack(layers: Iterable[Any]) -> list[tuple[Any, Any]]:
 def only_prepacks(layer: Any) -> bool:
     """Whether post-processing on a CPU makes a copy of the layer's parameters for its kernel, and changes nothing else that matters."""
     return type(getattr(layer, "quant_method", None)).__name__ in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+
+
+# By name of the class of a quantisation method, what it makes of weights when they are loaded.
+_QUANTISED = {
+    "Fp8PerBlockOnlineLinearMethod": (Quantised("fp8_block", "weight", "weight_scale_inv"),),
+    "Fp8PtpcOnlineLinearMethod": (Quantised("fp8_channel", "weight", "weight_scale", transposed=True),),
+}
+
+
+def quantised(layer: Any) -> tuple[Quantised, ...]:
+    """What the layer's quantisation method makes of weights; none where refits have no such kind."""
+    method: Any = getattr(layer, "quant_method", None)
+    if type(method).__name__ == "Fp8LinearMethod" and list(getattr(method, "weight_block_size", None) or ()) == [128, 128]:
+        return (Quantised(None, "weight", "weight_scale_inv"),)
+    return _QUANTISED.get(type(method).__name__, ())
 
 
 @contextmanager
@@ -435,11 +453,13 @@ def loader_class() -> Any:
             kept = [tensor for layer in model.modules() for tensor in layer._buffers.values()]
             kept += [tensor for layer in model.modules() if is_attention(layer) for tensor in layer._parameters.values()]
             values = [(tensor, tensor.detach().clone()) for tensor in kept if tensor is not None]
-            super().load_weights(model, model_config)
+            early: dict[int, Snapshot] = {}
+            with _before_quantising(model, early):
+                super().load_weights(model, model_config)
             with torch.no_grad():
                 for tensor, value in values:
                     tensor.copy_(value)
-            self._before = [(layer, Snapshot.of(layer)) for layer in model.modules()]
+            self._before = [(layer, early.get(id(layer)) or Snapshot.of(layer)) for layer in model.modules()]
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
             model = super().load_model(vllm_config, *arguments, **options)
@@ -450,6 +470,29 @@ def loader_class() -> Any:
             return model
 
     return RefitdModelLoader
+
+
+@contextmanager
+def _before_quantising(model: Any, found: dict[int, Snapshot]) -> Iterator[None]:
+    """Within the block layers that quantise leave a snapshot in `found`, by id, before they do so: vLLM quantises each as soon as it is loaded."""
+
+    def watch(layer: Any, method: Any) -> None:
+        original = method.process_weights_after_loading
+
+        def watched(layer: Any) -> None:
+            found.setdefault(id(layer), Snapshot.of(layer))
+            original(layer)
+
+        method.process_weights_after_loading = watched  # of the object, in place of the method of the class
+
+    methods = [(layer, layer.quant_method) for layer in model.modules() if any(each.kind for each in quantised(layer))]
+    for layer, method in methods:
+        watch(layer, method)
+    try:
+        yield
+    finally:
+        for _, method in methods:
+            vars(method).pop("process_weights_after_loading", None)
 
 
 def _find_kept(parallel: Any, device: Any) -> Kept | None:
@@ -507,6 +550,13 @@ def gather(value: Any) -> list[Any]:
     from vllm.distributed.parallel_state import get_world_group
 
     return gathered(get_world_group(), value)
+
+
+def agree(names: set[str]) -> set[str]:
+    """The union of the names that all tensor-parallel ranks pass; each must call this alike."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return union_over(get_tp_group(), names)
 
 
 def by_external_launcher(parallel: Any) -> bool:

@@ -1,0 +1,306 @@
+"""Weights that an engine quantises by itself, written in place: as tensors that refits derive from those that trainers hold (docs/derived.md).
+
+The class of a quantisation method says what it makes of a weight (`Quantised`). Whether refits make the same is compared, not believed: the
+engine's own loader and post-processing quantise made-up tensors beside the model, and all bits are compared with what `derive` makes of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from .._core import native
+from .._core.member import DerivedList, TensorList
+from ..layout import Derived, TensorSpec
+from ..layout.capture import Copy, Processed
+from ..layout.memory import torch_dtype
+from . import proof
+from .ahead import Portion
+
+# The value of Settings.derived by which nothing is derived.
+OFF = "off"
+# The attribute of a model that has, by module, why its quantisation differs from that of refits; "": it was compared, and is the same.
+COMPARED = "_refitd_compared"
+_BLOCK = 128
+# derive() computes about this many elements in one call, and runs so many calls at a time.
+_ELEMENTS, _THREADS = 1 << 20, 16
+
+
+logger = logging.getLogger("refitd.serving.derived")
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """What a module's quantisation method makes of a weight. `kind`: of refitd.Derived; None: it makes nothing, because the checkpoint has values and scales
+    in blocks, of which refits can make either kind (Settings.derived). `values`: the parameter that the loader fills, and that has the
+    values afterwards; `scales`: that with the scales. `transposed`: whether the values have the weight's last two dimensions in the other order."""
+
+    kind: str | None
+    values: str
+    scales: str
+    transposed: bool = False
+
+
+class NotDerived(Exception):
+    """Why a module's parameters can't be written as derived tensors."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a derived tensor and where it lies: `first` and `strides` are in elements of the module's parameter of that name."""
+
+    spec: TensorSpec
+    parameter: str
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+
+    def copy(self, module: str, index: int) -> Copy:
+        return Copy(index, self.offset, self.extent, self.strides, f"{module}.{self.parameter}" if module else self.parameter, self.first)
+
+
+@dataclass
+class Requantised:
+    """A module whose values and scales are written in place. `tensors`: the checkpoint's that its loader takes. `loads`: by tensor that trainers hold and
+    the engine's loader takes as values and scales, the names of these; then there is nothing to compare."""
+
+    name: str
+    module: Any = field(repr=False)
+    parts: list[Part] = field(repr=False)
+    tensors: list[TensorSpec] = field(repr=False)
+    loads: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
+
+    def summary(self) -> dict[str, str]:
+        """By parameter, what it is derived as."""
+        kinds = {part.parameter: part.spec.derived for part in self.parts}
+        return {f"{self.name}.{name}": f"{derived.role} of {derived.kind}" for name, derived in kinds.items() if derived is not None}
+
+
+# ---- where values and scales lie ----
+
+
+def derived_spec(source: TensorSpec, kind: str, role: str) -> TensorSpec:
+    """The derived tensor, under a name that engines with the same layers have too."""
+    derived = Derived(source, kind, role)
+    if role == "values":
+        return TensorSpec(f"{source.name}.{kind}.values", "float8_e4m3fn", source.shape, derived)
+    return TensorSpec(f"{source.name}.{kind}.scales", "float32", _grid(source.shape, kind == "fp8_channel"), derived)
+
+
+def parts_of(quantised: Quantised, kind: str, module: Any, loaded: Processed, tensors: Sequence[TensorSpec]) -> list[Part]:
+    """The boxes of derived tensors that make up the values and scales of a weight. `loaded`: where the loader puts boxes of `tensors` in it. Raises
+    NotDerived where a block has elements of two tensors or of two ranks, or the parameters are no such values and scales."""
+    by_rows = kind == "fp8_channel"
+    if len(loaded.shape) != 2 or loaded.strides != _row_major(loaded.shape):
+        raise NotDerived(f"'{quantised.values}' is no row-major matrix while it is loaded")
+    values = _held(module, quantised.values, "float8_e4m3fn", loaded.shape, quantised.transposed)
+    scales = _held(module, quantised.scales, "float32", _grid(loaded.shape, by_rows), False)
+    found: dict[tuple[Any, ...], Part] = {}
+    for copy in loaded.copies:
+        source = tensors[copy.tensor_index]
+        at = _place(copy.first, loaded.strides)
+        if len(source.shape) != 2 or any(n > 1 and s != t for n, s, t in zip(copy.extent, copy.strides, loaded.strides)):
+            raise NotDerived(f"'{source.name}' does not lie in '{quantised.values}' as a matrix")
+        if not by_rows:
+            _check_blocks(source, copy, at, loaded.shape)
+        first, there = _block_at(copy.offset, by_rows), _block_at(at, by_rows)
+        count = _grid(copy.extent, by_rows)
+        for role, parameter, tensor, offset, extent, place in (
+            ("values", quantised.values, values, copy.offset, copy.extent, at),
+            ("scales", quantised.scales, scales, first, count, there),
+        ):
+            spec = derived_spec(source, kind, role)
+            begin = sum(i * stride for i, stride in zip(place, tensor.stride()))
+            found[spec.name, offset, begin] = Part(spec, parameter, offset, extent, tuple(tensor.stride()), begin)
+    return list(found.values())
+
+
+def _held(module: Any, name: str, dtype: str, shape: tuple[int, ...], transposed: bool) -> Any:
+    """The parameter, in the order of the weight's dimensions."""
+    tensor = module._parameters.get(name)
+    if tensor is None:
+        raise NotDerived(f"has no parameter '{name}' after loading")
+    given = tensor.detach().T if transposed and tensor.dim() == 2 else tensor.detach()
+    if given.dtype != torch_dtype(dtype) or tuple(given.shape) != shape:
+        raise NotDerived(f"'{name}' is {given.dtype} {tuple(given.shape)} after loading, not {dtype} {tuple(shape)}")
+    return given
+
+
+def _place(first: int, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The indices of an element of a tensor that is row-major."""
+    at = []
+    for stride in strides:
+        at.append(first // stride)
+        first %= stride
+    return tuple(at)
+
+
+def _grid(shape: tuple[int, ...], by_rows: bool) -> tuple[int, ...]:
+    """The shape of a matrix's scales."""
+    return (shape[0], 1) if by_rows else (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK))
+
+
+def _block_at(place: tuple[int, ...], by_rows: bool) -> tuple[int, ...]:
+    return (place[0], 0) if by_rows else (place[0] // _BLOCK, place[1] // _BLOCK)
+
+
+def _check_blocks(source: TensorSpec, copy: Copy, at: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Raises NotDerived where a block of the weight, or of the source, has elements within the copy and others beyond it."""
+    for d, (begin, there, count) in enumerate(zip(copy.offset, at, copy.extent)):
+        whole = count % _BLOCK == 0 or (begin + count == source.shape[d] and there + count == shape[d])
+        if begin % _BLOCK or there % _BLOCK or not whole:
+            raise NotDerived(
+                f"elements [{begin}, {begin + count}) of '{source.name}' in dimension {d} lie at {there} of '{copy.parameter}', which cuts blocks of {_BLOCK}"
+            )
+
+
+# ---- arithmetic ----
+
+
+def derive(spec: TensorSpec, source: Any, offset: Sequence[int] | None = None, extent: Sequence[int] | None = None) -> Any:
+    """A box of a derived tensor, made by the library on the host, by several threads. `source`: the whole source. Raises FailedPrecondition that names a
+    source that can't be quantised."""
+    import torch
+
+    begin = (0,) * len(spec.shape) if offset is None else tuple(offset)
+    box = tuple(spec.shape if extent is None else extent)
+    given = source.detach().cpu().contiguous()
+    made = torch.empty(box, dtype=torch_dtype(spec.dtype))
+    tensors, derivations = TensorList([spec]), DerivedList([spec])
+
+    def make(first: int, count: int) -> None:
+        place, part = (first, *begin[1:]), (count, *box[1:])
+        numbers = [(ctypes.c_int64 * len(of))(*of) for of in (place, part)]
+        to = made[first - begin[0] :].data_ptr()
+        status = native.library().refit_derive(tensors.pointer, derivations.pointer, given.data_ptr(), *numbers, to)
+        native.check(status, f"tensor '{spec.name}'")
+
+    end = begin[0] + box[0]
+    step = _BLOCK * max(1, _ELEMENTS // (_BLOCK * max(1, given[:1].numel())))
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        starts = [begin[0], *range(begin[0] - begin[0] % step + step, end, step)]
+        list(pool.map(make, starts, (after - first for first, after in zip(starts, [*starts[1:], end]))))
+    return made
+
+
+class _Made:
+    """A made-up derived tensor, of which each box is computed when it is asked for."""
+
+    def __init__(self, spec: TensorSpec, source: Any) -> None:
+        self._spec, self._source = spec, source
+
+    def __getitem__(self, box: tuple[slice, ...]) -> Any:
+        return derive(self._spec, self._source, [part.start for part in box], [part.stop - part.start for part in box])
+
+
+def made_up(spec: TensorSpec, seed: int, device: Any) -> Any:
+    """As proof.values, also of derived tensors, for proof.deliver."""
+    return proof.values(spec, seed, device) if spec.derived is None else _Made(spec, proof.values(spec.derived.source, seed, device))
+
+
+def as_loaded(
+    manifest: Sequence[TensorSpec], found: Sequence[Requantised], seed: int, device: Any
+) -> Iterator[tuple[str, Any]]:
+    """The made-up tensors of `manifest` as the engine's own loader takes them: those of Requantised.loads as values and scales."""
+    loads = {name: roles for entry in found for name, roles in entry.loads.items()}
+    kinds = {part.spec.derived.source.name: part.spec.derived.kind for entry in found for part in entry.parts if part.spec.derived is not None}
+    for spec in manifest:
+        made = proof.values(spec, seed, device)
+        if spec.name not in loads:
+            yield spec.name, made
+            continue
+        for role, name in loads[spec.name].items():
+            yield name, derive(derived_spec(spec, kinds[spec.name], role), made).to(device)
+
+
+def _trial(spec: TensorSpec, device: Any) -> Any:
+    """Made-up numbers on which ways of quantising differ: of sizes that differ by bands of rows and within them, some too small for a scale of their own, with blocks and
+    rows of zeros, and with largest numbers of which scales are powers of two, so that many numbers lie in the middle of two values."""
+    import torch
+
+    made = proof.values(spec, 1, device)
+    if made.dim() != 2 or not made.dtype.is_floating_point:
+        return made
+    row = torch.arange(made.shape[0], device=device)
+    band = row // _BLOCK + 1
+    size = torch.exp2(-(band * 11 % 31 + 12 * (row % 16 == 9)).float())[:, None]
+    wide = made.float() * (4 * made.shape[1] ** 0.5) * size
+    anchors = (row % 2 == 1) & (band % 2 == 1)
+    wide[:, ::_BLOCK] = torch.where(anchors[:, None], 448 * size, wide[:, ::_BLOCK])
+    wide[band % 4 == 2, :_BLOCK] = 0
+    wide[row == 5] = 0
+    return wide.to(made.dtype)
+
+
+def compare(
+    model: Any,
+    found: Sequence[Requantised],
+    refused: set[str],
+    quantise: Callable[[Portion, Mapping[str, Any]], None],
+    agree: Callable[[set[str]], set[str]],
+    device: Any,
+) -> bool:
+    """Compares what the engine makes of made-up weights with what refits make of them, for modules that were not compared yet, and notes the outcome in
+    the model. Returns whether all of `found` may be written in place. `refused`: names of other modules that quantise. `quantise`: quantises a portion
+    of tensors into the memory beside the model. `agree`: as in Probe. Ranks that compute together call this alike."""
+    compared: dict[str, str] = getattr(model, COMPARED, {})
+    object.__setattr__(model, COMPARED, compared)
+    elsewhere = agree(refused)
+    new: dict[str, str] = {}
+    for entry in found:
+        if entry.name in elsewhere:
+            new[entry.name] = "is not derived on another rank"
+        elif entry.loads:
+            new[entry.name] = ""
+        elif entry.name not in compared:
+            new[entry.name] = _difference(entry, quantise, device)
+    for name, why in new.items():
+        if why:
+            logger.warning("refitd: module '%s' is processed: it %s", name, why)
+    wrong = agree({name for name, why in new.items() if why})
+    compared.update({name: why or ("differs on another rank" if name in wrong else "") for name, why in new.items()})
+    return not wrong
+
+
+def _difference(entry: Requantised, quantise: Callable[[Portion, Mapping[str, Any]], None], device: Any) -> str:
+    """The first element that the module quantises otherwise than refits do, as text; "": there is none."""
+    given = {spec.name: _trial(spec, device) for spec in entry.tensors}
+    portion = Portion({entry.name: entry.module}, dict(given))
+    try:
+        portion.allocate()
+        quantise(portion, given)
+    except Exception as error:  # the inside of another version of the engine may differ
+        return f"can't be compared: {type(error).__name__}: {error}"
+    made = portion.made[entry.name][0]
+    for part in entry.parts:
+        derived = part.spec.derived
+        assert derived is not None
+        expected = derive(part.spec, given[derived.source.name], part.offset, part.extent)
+        held = made[part.parameter].detach()
+        engine = held.as_strided(part.extent, part.strides, held.storage_offset() + part.first).cpu().contiguous()
+        differs = (engine.view(_bits(engine)) != expected.view(_bits(expected))).flatten().nonzero()
+        if len(differs):
+            index = int(differs[0])
+            place = [at + begin for at, begin in zip(_place(index, _row_major(part.extent)), part.offset)]
+            return (
+                f"is quantised otherwise than by {derived.kind}: element {place} of the {derived.role} of '{derived.source.name}' is "
+                f"{float(engine.flatten()[index])!r} in '{part.parameter}', and {float(expected.flatten()[index])!r} by refits"
+            )
+    return ""
+
+
+def _bits(tensor: Any) -> Any:
+    import torch
+
+    return {1: torch.uint8, 4: torch.int32}[tensor.element_size()]
+
+
+def _row_major(extent: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(extent[d + 1 :]) for d in range(len(extent)))

@@ -1,0 +1,132 @@
+"""Weights that an engine quantises by itself (refitd.serving.derived), without an engine: where values and scales lie, and what the ranks agree on."""
+
+import types
+import unittest
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from refitd.layout import TensorSpec  # noqa: E402
+from refitd.layout.capture import Copy, Processed  # noqa: E402
+from refitd.serving import derived  # noqa: E402
+from refitd.serving.derived import NotDerived, Quantised, Requantised  # noqa: E402
+from torch import nn  # noqa: E402
+
+BLOCK = Quantised("fp8_block", "weight", "weight_scale_inv")
+CHANNEL = Quantised("fp8_channel", "weight", "weight_scale", transposed=True)
+
+
+def layer(quantised, rows, columns):
+    module = nn.Module()
+    values = torch.zeros(columns, rows).T if not quantised.transposed else torch.zeros(rows, columns).T
+    shape = (rows, 1) if quantised.kind == "fp8_channel" else (-(-rows // 128), -(-columns // 128))
+    for name, tensor in ((quantised.values, values.to(torch.float8_e4m3fn)), (quantised.scales, torch.zeros(shape))):
+        module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return module
+
+
+def loaded(shape, *copies):
+    """A weight that is filled with boxes of tensors, each (tensor, offset there, extent, place in the weight)."""
+    strides = (shape[1], 1)
+    return Processed(
+        "m.weight", "bfloat16", shape, strides,
+        [Copy(tensor, offset, extent, strides, "m.weight", at[0] * shape[1] + at[1]) for tensor, offset, extent, at in copies],
+    )  # fmt: skip
+
+
+def specs(*shapes):
+    return [TensorSpec(f"w{i}", "bfloat16", shape) for i, shape in enumerate(shapes)]
+
+
+class PlaceTest(unittest.TestCase):
+    def boxes(self, parts, role):
+        return [(part.spec.derived.source.name, part.offset, part.extent, part.first) for part in parts if part.spec.derived.role == role]
+
+    def test_fused_parts_and_shards_lie_in_whole_blocks(self):
+        tensors = specs((512, 384), (128, 384), (130, 384))
+        # The second of two ranks' columns [128, 384) of three fused tensors, the last of which ends within a block.
+        weight = loaded((386, 256), (0, (256, 128), (128, 256), (0, 0)), (1, (0, 128), (128, 256), (128, 0)), (2, (0, 128), (130, 256), (256, 0)))
+        parts = derived.parts_of(BLOCK, "fp8_block", layer(BLOCK, 386, 256), weight, tensors)
+        self.assertEqual(
+            self.boxes(parts, "values"),
+            [("w0", (256, 128), (128, 256), 0), ("w1", (0, 128), (128, 256), 128), ("w2", (0, 128), (130, 256), 256)],
+        )
+        self.assertEqual(self.boxes(parts, "scales"), [("w0", (2, 1), (1, 2), 0), ("w1", (0, 1), (1, 2), 2), ("w2", (0, 1), (2, 2), 4)])
+        self.assertEqual({part.strides for part in parts if part.parameter == "weight"}, {(1, 386)})
+
+    def test_a_cut_block_is_named(self):
+        tensors = specs((64, 256), (128, 256))
+        weight = loaded((192, 256), (0, (0, 0), (64, 256), (0, 0)), (1, (0, 0), (128, 256), (64, 0)))
+        with self.assertRaisesRegex(NotDerived, r"elements \[0, 64\) of 'w0' in dimension 0 lie at 0 of 'm.weight', which cuts blocks of 128"):
+            derived.parts_of(BLOCK, "fp8_block", layer(BLOCK, 192, 256), weight, tensors)
+
+    def test_rows_have_their_scale_whichever_columns_are_here(self):
+        weight = loaded((96, 100), (0, (3, 100), (64, 100), (0, 0)), (1, (0, 100), (32, 100), (64, 0)))
+        parts = derived.parts_of(CHANNEL, "fp8_channel", layer(CHANNEL, 96, 100), weight, specs((70, 200), (32, 200)))
+        self.assertEqual(self.boxes(parts, "scales"), [("w0", (3, 0), (64, 1), 0), ("w1", (0, 0), (32, 1), 64)])
+        self.assertEqual({part.strides for part in parts if part.parameter == "weight"}, {(100, 1)})
+
+    def test_parameters_that_are_no_values_and_scales_are_named(self):
+        weight, tensors = loaded((128, 128), (0, (0, 0), (128, 128), (0, 0))), specs((128, 128))
+        without = layer(BLOCK, 128, 128)
+        without.weight_scale_inv = None
+        for module, why in ((layer(BLOCK, 256, 128), "'weight' is torch.float8_e4m3fn"), (without, "no parameter 'weight_scale_inv'")):
+            with self.assertRaisesRegex(NotDerived, why):
+                derived.parts_of(BLOCK, "fp8_block", module, weight, tensors)
+
+
+class CompareTest(unittest.TestCase):
+    """An engine that quantises by channels, with refitd's own arithmetic and a defect in some layers."""
+
+    def setUp(self):
+        self.model = nn.Module()
+        self.found = []
+        self.wrong = {}
+        for name in ("a", "b"):
+            module = layer(CHANNEL, 256, 130)
+            self.model.add_module(name, module)
+            source = TensorSpec(f"{name}.w", "bfloat16", (256, 130))
+            parts = derived.parts_of(CHANNEL, "fp8_channel", module, loaded((256, 130), (0, (0, 0), (256, 130), (0, 0))), [source])
+            self.found.append(Requantised(name, module, parts, [source]))
+        self.quantised = []
+
+    def quantise(self, portion, tensors):
+        ((name, made),) = portion.made.items()
+        self.quantised.append(name)
+        for role, parameter in (("values", "weight"), ("scales", "weight_scale")):
+            expected = derived.derive(derived.derived_spec(self.found["ab".index(name)].tensors[0], "fp8_channel", role), tensors[f"{name}.w"])
+            made[0][parameter].copy_(expected.T if role == "values" else expected)
+        self.wrong.get(name, lambda parameters: None)(made[0])
+
+    def compare(self, elsewhere=()):
+        return derived.compare(self.model, self.found, set(), self.quantise, lambda names: names | set(elsewhere), torch.device("cpu"))
+
+    def test_equal_layers_are_compared_once(self):
+        self.assertTrue(self.compare())
+        self.assertTrue(self.compare())
+        self.assertEqual(self.quantised, ["a", "b"])
+
+    def test_the_first_other_bit_is_named(self):
+        def minus_zero(parameters):
+            parameters["weight"].view(torch.uint8)[7, 5] = 0x80  # row 5 is all zeros: -0 in place of 0
+
+        self.wrong["b"] = minus_zero
+        self.assertFalse(self.compare())
+        compared = getattr(self.model, derived.COMPARED)
+        self.assertEqual(compared["a"], "")
+        self.assertRegex(compared["b"], r"element \[5, 7\] of the values of 'b.w' is -0.0 in 'weight', and 0.0 by refits")
+
+    def test_a_difference_on_another_rank_counts_here(self):
+        self.assertFalse(self.compare(elsewhere=("a",)))
+        self.assertEqual(getattr(self.model, derived.COMPARED), {"a": "is not derived on another rank", "b": ""})
+        self.assertEqual(self.quantised, ["b"])
+
+    def test_what_fails_is_no_difference_but_counts_as_one(self):
+        self.wrong["a"] = types.MappingProxyType({}).__getitem__
+        self.assertFalse(self.compare())
+        self.assertRegex(getattr(self.model, derived.COMPARED)["a"], "can't be compared: (KeyError|TypeError)")
+
+
+if __name__ == "__main__":
+    unittest.main()
