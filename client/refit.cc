@@ -374,9 +374,15 @@ absl::Status DeriveInto(const refit_tensor* tensor, const refit_derivation* deri
   REFITD_RETURN_IF_ERROR(CheckAligned(result, derived.dtype, "result"));
   REFITD_ASSIGN_OR_RETURN(const refitd::Box box, BoxOf(offset, extent, derived.shape));
   if (refitd::ElementCount(box) == 0) return absl::OkStatus();
-  const refitd::HeldPiece held{derived.derived, refitd::WholeBox(from.shape),
-                               refitd::RowMajorStrides(from.shape),
-                               static_cast<const char*>(source)};
+  if (refitd::NeedsGpu(derived.derived->kind)) {
+    return InvalidField("kind", "{} is computed by GPUs only",
+                        refitd::NameOf(derived.derived->kind));
+  }
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): it is only read
+  auto* const data = const_cast<char*>(static_cast<const char*>(source));
+  const refitd::HeldPiece held{derived.derived,
+                               {{from.dtype, from.shape, refitd::WholeBox(from.shape),
+                                 refitd::RowMajorStrides(from.shape), data, from.name}}};
   const std::optional<refitd::Dims> fault =
       refitd::Derive(held, derived.dtype, box, static_cast<char*>(result));
   if (!fault.has_value()) return absl::OkStatus();

@@ -352,8 +352,9 @@ typedef struct refit_derivation {
 /* Computes a box of a derived tensor in host memory, with the arithmetic of refits. `derivation`:
  * of `tensor`, as in a list of one tensor. `source`: the whole source, row-major without gaps;
  * `result` gets the box, likewise. Both are aligned to their elements. `offset`, `extent`: as in
- * refit_piece. REFIT_FAILED_PRECONDITION, with the source's name: an element has no result, and
- * what `result` holds then is not defined. */
+ * refit_piece. REFIT_INVALID_ARGUMENT: among others, the kind is REFIT_DERIVED_FP8_BLOCK_INDUCTOR.
+ * REFIT_FAILED_PRECONDITION, with the source's name: an element has no result, and what `result`
+ * holds then is not defined. */
 refit_status refit_derive(const refit_tensor* tensor, const refit_derivation* derivation,
                           const void* source, const int64_t* offset, const int64_t* extent,
                           void* result);

@@ -29,6 +29,7 @@ int main() {
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <string>
@@ -583,10 +584,148 @@ void RatesPart(std::vector<Gpu>* gpus, int64_t bytes) {
 
 // ---- derived tensors ----
 
-constexpr int64_t kColumns = 2560;  // of a matrix
-constexpr int64_t kRows = 4096;
 // Neither as float32 nor as a half do bits of this mask make an infinity or NaN.
 constexpr uint64_t kFinite = 0xbbffbbffbbffbbff;
+
+// A derived tensor and the memory of one move of it: rows [0, cut) of the source lie at offset
+// `first`, the others at `second`, the box goes to `to`, each in a buffer of its own.
+struct RandomMove {
+  std::shared_ptr<Derivation> derivation = std::make_shared<Derivation>();
+  BoundPiece piece;
+  Box box;
+  Dims strides;  // at the destination
+  uint64_t first = 0;
+  uint64_t second = 0;
+  uint64_t to = 0;
+  int64_t source_bytes = 0;
+  int64_t stored_bytes = 0;
+};
+
+RandomMove PickMove(Rng* rng) {
+  constexpr DerivedKind kKinds[] = {DerivedKind::kCast,         DerivedKind::kFp8Block,
+                                    DerivedKind::kFp8BlockCuda, DerivedKind::kFp8BlockReciprocal,
+                                    DerivedKind::kFp8BlockPow2, DerivedKind::kFp8Channel,
+                                    DerivedKind::kMxFp8};
+  constexpr DType kFloats[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+  RandomMove move;
+  Derivation& derivation = *move.derivation;
+  derivation.kind = kKinds[Pick(rng, 0, std::size(kKinds) - 1)];
+  derivation.role = derivation.kind != DerivedKind::kCast && Pick(rng, 0, 2) == 0
+                        ? DerivedRole::kScales
+                        : DerivedRole::kValues;
+  const bool small = derivation.kind == DerivedKind::kMxFp8;
+  const bool squares = derivation.kind == DerivedKind::kFp8BlockReciprocal ||
+                       derivation.kind == DerivedKind::kFp8BlockPow2;
+  Dims shape = {Pick(rng, 1, 400), Pick(rng, 1, 900)};
+  if (squares) shape = {128 * Pick(rng, 1, 4), 128 * Pick(rng, 1, 7)};
+  if (small || Pick(rng, 0, 1) == 0) shape[1] = (shape[1] + 31) / 32 * 32;
+  derivation.from = {.name = "w", .dtype = kFloats[Pick(rng, 0, 2)], .shape = shape};
+  const DType dtype = small && derivation.role == DerivedRole::kScales ? DType::kUint8
+                      : derivation.role == DerivedRole::kScales        ? DType::kFloat32
+                      : derivation.kind != DerivedKind::kCast          ? DType::kFloat8E4M3FN
+                      : derivation.from.dtype == DType::kBFloat16      ? DType::kFloat16
+                                                                       : DType::kBFloat16;
+  move.box = *ComputableBox(derivation, WholeBox(shape));
+  move.piece.name = "d";
+  move.piece.dtype = dtype;
+  move.piece.shape = move.box.extent;
+  for (size_t d = 0; d < 2; ++d) {
+    if (Pick(rng, 0, 2) == 0) continue;
+    move.box.offset[d] = Pick(rng, 0, move.box.extent[d] - 1);
+    move.box.extent[d] = Pick(rng, 1, move.box.extent[d] - move.box.offset[d]);
+  }
+  const int64_t element = ElementBytes(derivation.from.dtype);
+  const auto shift = [&](int64_t bytes) {
+    return static_cast<uint64_t>(bytes * (Pick(rng, 0, 1) * Pick(rng, 0, 9)));
+  };
+  const int64_t row = shape[1] + Pick(rng, 0, 1) * Pick(rng, 0, 9);
+  // Blocks whose parts are rows of two ranks. Small blocks and casts have one part.
+  const bool cut =
+      !small && derivation.kind != DerivedKind::kCast && shape[0] > 1 && Pick(rng, 0, 1) == 1;
+  const int64_t rows = cut ? Pick(rng, 1, shape[0] - 1) : shape[0];
+  move.first = shift(element);
+  move.second =
+      (move.first + static_cast<uint64_t>(rows * row * element) + 15) / 16 * 16 + shift(element);
+  move.source_bytes = static_cast<int64_t>(move.second) + (shape[0] - rows) * row * element + 256;
+  const auto part = [&](int64_t begin, int64_t end) {
+    BoundPiece held;
+    held.dtype = derivation.from.dtype;
+    held.shape = shape;
+    held.box = {.offset = {begin, 0}, .extent = {end - begin, shape[1]}};
+    held.strides = {row, 1};
+    return held;
+  };
+  std::vector<BoundPiece> parts = {part(0, rows)};
+  if (cut) parts.push_back(part(rows, shape[0]));
+  move.piece.held = std::make_shared<HeldPiece>(HeldPiece{move.derivation, std::move(parts)});
+  const int64_t stored = ElementBytes(dtype);
+  move.strides = {move.box.extent[1] + Pick(rng, 0, 1) * Pick(rng, 0, 9), 1};
+  move.to = shift(stored);
+  move.stored_bytes =
+      static_cast<int64_t>(move.to) + move.box.extent[0] * move.strides[0] * stored + 256;
+  return move;
+}
+
+// The tasks of the move where source and destination begin at these addresses.
+std::vector<CopyTask> TasksOf(const RandomMove& move, uint64_t source, uint64_t destination) {
+  DeriveMove of = {.source = &move.piece,
+                   .box = &move.box,
+                   .held_addresses = {source + move.first, source + move.second},
+                   .destination = destination + move.to,
+                   .destination_strides = move.strides,
+                   .sum = 0,
+                   .proof_sum = 0};
+  of.held_addresses.resize(move.piece.held->parts.size());
+  std::vector<DeriveTask> tasks;
+  if (!AddDeriveTasks(of, 1 << 20, &tasks).ok()) Die("random derive tasks", 0);
+  std::vector<CopyTask> made;
+  for (const DeriveTask& task : tasks) made.push_back(std::bit_cast<CopyTask>(task));
+  return made;
+}
+
+void RandomDerivedPart(Gpu* gpu) {
+  constexpr int kMoves = 300;
+  Rng rng(kSeed);
+  gpu->Use();
+  const CUdeviceptr sums = Allocate(2 * 8);
+  for (int round = 0; round < kMoves; ++round) {
+    const RandomMove move = PickMove(&rng);
+    std::vector<uint64_t> source(static_cast<size_t>(move.source_bytes / 8 + 1));
+    for (uint64_t& word : source) word = rng() & kFinite;
+    std::vector<uint64_t> want(static_cast<size_t>(move.stored_bytes / 8 + 1), 0xcdcdcdcdcdcdcdcd);
+    const CUdeviceptr from = Upload(source);
+    const CUdeviceptr to = Upload(want);
+    const std::vector<CopyTask> there = TasksOf(move, from, to);
+    Counts counts = {};
+    counts[static_cast<size_t>(CopyKernel::kDerive)] = there.size();
+    const CUdeviceptr on_gpu = Upload(there);
+    gpu->Launch(on_gpu, counts, 1, 1 + round % 40, sums, 1);
+    const std::vector<CopyTask> here = TasksOf(move, reinterpret_cast<uint64_t>(source.data()),
+                                               reinterpret_cast<uint64_t>(want.data()));
+    uint32_t next = 0;
+    unsigned long long fault = 0;
+    std::vector<unsigned long long> want_sums(2);
+    RunTasks({.tasks = here.data(),
+              .task_count = static_cast<uint32_t>(here.size()),
+              .next_task = &next,
+              .stored_sums = want_sums.data(),
+              .source_sums = want_sums.data() + 1,
+              .fault = &fault},
+             256);
+    if (fault != 0) Die("random derive tasks: a fault, round", round);
+    if (Download<uint64_t>(to, want.size()) != want) {
+      std::printf("%s\n", Describe(*move.derivation).c_str());
+      Die("random derive tasks: wrong bytes, round", round);
+    }
+    if (Download<unsigned long long>(sums, 2) != want_sums)
+      Die("random derive tasks: wrong digest, round", round);
+    for (const CUdeviceptr at : {from, to, on_gpu}) TRIAL_CALL(cuMemFree, at);
+  }
+  std::printf("random derive tasks: %d moves as the interpreter runs them\n", kMoves);
+}
+
+constexpr int64_t kColumns = 2560;  // of a matrix
+constexpr int64_t kRows = 4096;
 
 // The tasks of matrices. `with_scales`: of the values and the scales; else of the values.
 std::vector<CopyTask> MakeDeriveTasks(const Rates& rates, DerivedKind kind, DType dtype,
@@ -708,6 +847,7 @@ int Main(int argc, char** argv) {
   const int64_t bytes = (argc > 2 ? std::atoll(argv[2]) : 4) << 30;
   const auto runs = [&part](const char* name) { return part.empty() || part == name; };
   if (runs("random")) RandomPart(&gpus[0]);
+  if (runs("random")) RandomDerivedPart(&gpus[0]);
   if (runs("rates")) RatesPart(&gpus, bytes);
   if (runs("derived")) DerivedPart(&gpus, bytes);
   std::puts("OK");

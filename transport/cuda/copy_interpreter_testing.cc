@@ -41,47 +41,44 @@ copy_code::TaskSums Run(CopyKernel kernel, const CopyTask& task, uint32_t thread
 }  // namespace
 
 void RunDerive(const CopyLaunch& launch, uint32_t number, uint32_t threads) {
-  const auto task = std::bit_cast<DeriveTask>(launch.tasks[number]);
+  std::vector<DeriveTask> parts = {std::bit_cast<DeriveTask>(launch.tasks[number])};
+  const DeriveTask task = parts.front();
+  if (task.parts == 0) return;
+  bool whole = derive_code::IsWhole(task);
+  while (parts.size() < task.parts) {
+    parts.push_back(std::bit_cast<DeriveTask>(launch.tasks[number + parts.size()]));
+    whole = whole && derive_code::IsWhole(parts.back());
+  }
   const auto add = [&](uint64_t digest) {
     Add(launch.stored_sums, task.sum, digest);
     Add(launch.source_sums, task.proof_sum, digest);
   };
-  if (HasSmallBlocks(static_cast<DerivedKind>(task.kind))) {
-    for (uint32_t thread = 0; thread < threads; ++thread) {
-      add(derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
-        return derive_code::StoreSmall<kDType, kWhole>(task, kTable.data(), thread, threads,
-                                                       launch.fault);
-      }));
+  derive_code::Choose(task.dtype, whole, [&]<uint8_t kDType, bool kWhole> {
+    const auto kind = static_cast<DerivedKind>(task.kind);
+    for (uint32_t thread = 0; thread < threads && HasSmallBlocks(kind); ++thread) {
+      add(derive_code::StoreSmall<kDType, kWhole>(task, kTable.data(), thread, threads,
+                                                  launch.fault));
     }
-    return;
-  }
-  std::vector<DeriveTask> parts;
-  for (uint32_t part = 0; part < task.parts; ++part) {
-    parts.push_back(std::bit_cast<DeriveTask>(launch.tasks[number + part]));
-  }
-  for (uint32_t block = 0; block < task.blocks && !parts.empty(); ++block) {
-    uint32_t amax = 0;
-    for (const DeriveTask& part : parts) {
+    for (uint32_t block = 0; block < task.blocks && !HasSmallBlocks(kind); ++block) {
+      uint32_t amax = 0;
+      for (uint32_t thread = 0; thread < threads && kind != DerivedKind::kCast; ++thread) {
+        for (const DeriveTask& part : parts) {
+          amax = std::max(amax, derive_code::Amax<kDType, kWhole>(part, block, thread, threads));
+        }
+      }
+      derive::BlockScale scale;
+      if (!derive::FindScale(kind, amax, &scale)) {
+        *launch.fault = std::max(*launch.fault, derive_code::FaultOf(task, block));
+        continue;
+      }
       for (uint32_t thread = 0; thread < threads; ++thread) {
-        amax = std::max(amax, derive_code::Choose(part, [&]<uint8_t kDType, bool kWhole> {
-                          return derive_code::Amax<kDType, kWhole>(part, block, thread, threads);
-                        }));
+        for (const DeriveTask& part : parts) {
+          add(derive_code::Store<kDType, kWhole>(part, block, scale, kTable.data(), thread,
+                                                 threads));
+        }
       }
     }
-    derive::BlockScale scale;
-    if (!derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale)) {
-      *launch.fault = std::max(*launch.fault, derive_code::FaultOf(task, block));
-      continue;
-    }
-    for (const DeriveTask& part : parts) {
-      for (uint32_t thread = 0; thread < threads; ++thread) {
-        add(derive_code::Choose(part, [&]<uint8_t kDType, bool kWhole> {
-          return derive_code::Store<kDType, kWhole>(part, block, scale, kTable.data(), thread,
-                                                    threads);
-        }));
-      }
-    }
-  }
+  });
 }
 
 void RunTasks(const CopyLaunch& launch, uint32_t threads) {

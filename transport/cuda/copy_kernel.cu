@@ -147,22 +147,39 @@ __device__ __forceinline__ void RunPlainTasks(const CopyLaunch& launch) {
   }
 }
 
-// Does one thread's part of the blocks of a DeriveTask, and returns its digest. By warps, each block
-// is taken by one; else all by the whole thread block, one after the other. amax_of(block, thread,
-// threads) and store(block, scale, thread, threads) are a thread's part of a block. `most`: two
-// arrays of a number for each warp.
-template <typename AmaxOf, typename Store>
-__device__ __forceinline__ uint64_t RunBlocks(const DeriveTask& task, const CopyLaunch& launch,
-                                              bool by_warps, uint32_t* most, const AmaxOf& amax_of,
-                                              const Store& store) {
+// Does one thread's part of a DeriveTask, and returns its digest. Blocks of one row, or of parts of a
+// row, are taken by a warp each, all others by the whole thread block, one after the other. `parts`:
+// the task and those behind it. `most`: two arrays of a number for each warp.
+template <uint8_t kDType, bool kWhole>
+__device__ __forceinline__ uint64_t RunDerive(const DeriveTask& task, const DeriveTask* parts,
+                                              const CopyLaunch& launch, const uint32_t* table,
+                                              uint32_t* most) {
   constexpr uint32_t kCount = kThreads<CopyKernel::kDerive>;
   constexpr uint32_t kWarps = kCount / 32;
+  const auto kind = static_cast<DerivedKind>(task.kind);
+  if (kind == DerivedKind::kCast) {
+    return derive_code::Store<kDType, kWhole>(task, 0, {}, table, threadIdx.x, kCount);
+  }
+  if (HasSmallBlocks(kind)) {
+    unsigned long long fault = 0;
+    const uint64_t digest =
+        derive_code::StoreSmall<kDType, kWhole>(task, table, threadIdx.x, kCount, &fault);
+    if (fault != 0) atomicMax(launch.fault, fault);
+    return digest;
+  }
+  const bool by_warps = kind == DerivedKind::kFp8Channel || (task.parts == 1 && task.rows == 1);
   const uint32_t warp = threadIdx.x / 32;
   const uint32_t threads = by_warps ? 32 : kCount;
   const uint32_t thread = threadIdx.x % threads;
   uint64_t digest = 0;
   for (uint32_t block = by_warps ? warp : 0; block < task.blocks; block += by_warps ? kWarps : 1) {
-    uint32_t amax = __reduce_max_sync(~0U, amax_of(block, thread, threads));
+    uint32_t amax = 0;
+    REFITD_COPY_NO_UNROLL
+    for (uint32_t i = 0; i < task.parts; ++i) {
+      const DeriveTask& part = i == 0 ? task : parts[i];
+      amax = max(amax, derive_code::Amax<kDType, kWhole>(part, block, thread, threads));
+    }
+    amax = __reduce_max_sync(~0U, amax);
     if (!by_warps) {
       // No second barrier is needed: the next block's numbers go to the other array, and this array
       // is written again only after the next block's barrier.
@@ -173,68 +190,17 @@ __device__ __forceinline__ uint64_t RunBlocks(const DeriveTask& task, const Copy
       for (uint32_t w = 0; w < kWarps; ++w) amax = max(amax, warps[w]);
     }
     derive::BlockScale scale;
-    if (!derive::FindScale(static_cast<DerivedKind>(task.kind), amax, &scale)) {
+    if (!derive::FindScale(kind, amax, &scale)) {
       if (thread == 0) atomicMax(launch.fault, derive_code::FaultOf(task, block));
       continue;
     }
-    digest += store(block, scale, thread, threads);
+    REFITD_COPY_NO_UNROLL
+    for (uint32_t i = 0; i < task.parts; ++i) {
+      const DeriveTask& part = i == 0 ? task : parts[i];
+      digest += derive_code::Store<kDType, kWhole>(part, block, scale, table, thread, threads);
+    }
   }
   return digest;
-}
-
-// Does one thread's part of a DeriveTask whose blocks have one part, and returns its digest.
-template <uint8_t kDType, bool kWhole>
-__device__ __forceinline__ uint64_t RunDerive(const DeriveTask& task, const CopyLaunch& launch,
-                                              const uint32_t* table, uint32_t* most) {
-  constexpr uint32_t kCount = kThreads<CopyKernel::kDerive>;
-  if (task.kind == static_cast<uint8_t>(DerivedKind::kCast)) {
-    return derive_code::Store<kDType, kWhole>(task, 0, {}, table, threadIdx.x, kCount);
-  }
-  if (HasSmallBlocks(static_cast<DerivedKind>(task.kind))) {
-    unsigned long long fault = 0;
-    const uint64_t digest =
-        derive_code::StoreSmall<kDType, kWhole>(task, table, threadIdx.x, kCount, &fault);
-    if (fault != 0) atomicMax(launch.fault, fault);
-    return digest;
-  }
-  return RunBlocks(
-      task, launch, /*by_warps=*/task.rows == 1, most,
-      [&](uint32_t block, uint32_t thread, uint32_t threads) {
-        return derive_code::Amax<kDType, kWhole>(task, block, thread, threads);
-      },
-      [&](uint32_t block, const derive::BlockScale& scale, uint32_t thread, uint32_t threads) {
-        return derive_code::Store<kDType, kWhole>(task, block, scale, table, thread, threads);
-      });
-}
-
-// Does the same for blocks of several parts. `parts`: the task and those behind it.
-__device__ __forceinline__ uint64_t RunParts(const DeriveTask* parts, const CopyLaunch& launch,
-                                             const uint32_t* table, uint32_t* most) {
-  const uint32_t count = parts->parts;
-  return RunBlocks(
-      *parts, launch, /*by_warps=*/parts->kind == static_cast<uint8_t>(DerivedKind::kFp8Channel),
-      most,
-      [&](uint32_t block, uint32_t thread, uint32_t threads) {
-        uint32_t amax = 0;
-        REFITD_COPY_NO_UNROLL
-        for (uint32_t part = 0; part < count; ++part) {
-          amax = max(amax, derive_code::Choose(parts[part], [&]<uint8_t kDType, bool kWhole> {
-                       return derive_code::Amax<kDType, kWhole>(parts[part], block, thread, threads);
-                     }));
-        }
-        return amax;
-      },
-      [&](uint32_t block, const derive::BlockScale& scale, uint32_t thread, uint32_t threads) {
-        uint64_t digest = 0;
-        REFITD_COPY_NO_UNROLL
-        for (uint32_t part = 0; part < count; ++part) {
-          digest += derive_code::Choose(parts[part], [&]<uint8_t kDType, bool kWhole> {
-            return derive_code::Store<kDType, kWhole>(parts[part], block, scale, table, thread,
-                                                      threads);
-          });
-        }
-        return digest;
-      });
 }
 
 // Does what RunTasks does for DeriveTasks.
@@ -253,13 +219,13 @@ __device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
     __syncthreads();
     const DeriveTask& task = *reinterpret_cast<const DeriveTask*>(turn.task);
     if (task.parts == 0) continue;
+    const auto* const parts = reinterpret_cast<const DeriveTask*>(launch.tasks) + turn.number;
+    bool whole = derive_code::IsWhole(task);
+    for (uint32_t i = 1; i < task.parts; ++i) whole = whole && derive_code::IsWhole(parts[i]);
     const uint64_t digest =
-        task.parts > 1
-            ? RunParts(reinterpret_cast<const DeriveTask*>(launch.tasks + turn.number), launch,
-                       table, most)
-            : derive_code::Choose(task, [&]<uint8_t kDType, bool kWhole> {
-                return RunDerive<kDType, kWhole>(task, launch, table, most);
-              });
+        derive_code::Choose(task.dtype, whole, [&]<uint8_t kDType, bool kWhole> {
+          return RunDerive<kDType, kWhole>(task, parts, launch, table, most);
+        });
     if (task.sum == kNoSum && task.proof_sum == kNoSum) continue;
     const uint64_t sum = WarpSum(digest);
     if (thread % 32 != 0) continue;

@@ -19,7 +19,7 @@
 #endif
 #include "transport/derive/arithmetic.h"
 
-// Whole units have several loads under way at once; the loops of others would only grow.
+// Loops over whole units are unrolled, so that several loads are under way at once.
 #if defined(__CUDACC__)
 #define REFITD_DERIVE_UNROLL(count) _Pragma(#count)
 #else
@@ -186,8 +186,8 @@ REFITD_COPY_CODE bool HasRole(const DeriveTask& task, DerivedRole role) {
          task.role == static_cast<uint8_t>(role);
 }
 
-// Whether all units of a task, as Amax, Store and StoreSmall take them, are whole vectors; of
-// StoreSmall only what is loaded.
+// Whether all units that Amax and Store take of a task are whole vectors, at the source and where
+// they are stored. StoreSmall needs this at the source alone.
 REFITD_COPY_CODE bool IsWhole(const DeriveTask& task) {
   const uint32_t bytes = task.dtype == kFloat32 ? 4 : 2;
   const uint32_t stored = task.element_bytes;
@@ -436,11 +436,10 @@ REFITD_COPY_CODE uint64_t StoreSmall(const DeriveTask& task, const uint32_t* tab
   return digest.sum();
 }
 
-// Calls run.template operator()<kDType, kWhole>() with what fits the task.
+// Calls run.template operator()<kDType, kWhole>() with these.
 template <typename Run>
-REFITD_COPY_CODE auto Choose(const DeriveTask& task, const Run& run) {
-  const bool whole = IsWhole(task);
-  switch (task.dtype) {
+REFITD_COPY_CODE auto Choose(uint8_t dtype, bool whole, const Run& run) {
+  switch (dtype) {
     case kFloat32:
       return whole ? run.template operator()<kFloat32, true>()
                    : run.template operator()<kFloat32, false>();

@@ -23,8 +23,9 @@ inline constexpr int64_t kMaxDeriveBlocks = 1024;
 // The most parts of a block. Shards of one row give 128.
 inline constexpr int64_t kMaxDeriveParts = 255;
 
-// Kinds whose blocks are so many elements of a row.
-inline constexpr uint32_t kSmallBlock = 32;  // elements of a row
+// Small blocks are so many elements of a row.
+inline constexpr uint32_t kSmallBlock = 32;
+// Whether a kind has them.
 REFITD_TASK_CODE constexpr bool HasSmallBlocks(DerivedKind kind) {
   return kind == DerivedKind::kMxFp8;
 }
@@ -34,10 +35,10 @@ REFITD_TASK_CODE constexpr bool HasSmallBlocks(DerivedKind kind) {
 // stored for each block. A cast has one block, and its window is the whole block. Addresses and
 // steps are multiples of the sizes of the elements there.
 //
-// Small blocks (kSmallBlock) come many at a time, beside one another in rows: `blocks` is 1, `rows`
-// x `columns` are the elements of all, and of these the window is stored, or, of scales,
-// `window_columns` elements for each row. `source_block` is the number of blocks that a row of the
-// trainers' tensor has, by which `place` grows from row to row.
+// A task has many small blocks, which lie beside one another in rows: `blocks` is 1, and all of
+// them together are `rows` x `columns` elements. Of values the window is stored, of scales
+// `window_columns` elements for each row. In such a task `source_block` is no distance but the
+// number of blocks in a row of the trainers' tensor, by which `place` grows from row to row.
 //
 // Blocks that lie in several parts have a task for each part, one behind the other, of which the
 // first does the work of all. Each has its part of the blocks in the place of the blocks, and of
