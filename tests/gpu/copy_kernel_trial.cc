@@ -626,7 +626,7 @@ RandomMove PickMove(Rng* rng) {
                       : derivation.from.dtype == DType::kBFloat16      ? DType::kFloat16
                                                                        : DType::kBFloat16;
   move.box = *ComputableBox(derivation, WholeBox(shape));
-  move.piece.name = "d";
+  move.piece.name = derivation.from.name;
   move.piece.dtype = dtype;
   move.piece.shape = move.box.extent;
   for (size_t d = 0; d < 2; ++d) {

@@ -79,10 +79,12 @@ def quantise(kind, weight):
 def compiled():
     """The arithmetic of fp8_block, as Inductor compiles it for CUDA."""
 
-    def cast(weight):
+    def cast(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = weight.view(weight.shape[0] // BLOCK, BLOCK, -1, BLOCK)
         scales = blocks.abs().float().amax(dim=(1, 3), keepdim=True).clamp(1e-4) / FP8_MAX
         return (blocks * (1.0 / scales)).to(torch.float8_e4m3fn).view(weight.shape), scales.view(blocks.shape[0], -1)
+
+    function = torch.compile(cast, dynamic=True)
 
     def padded(weight):
         whole = torch.zeros([-(-n // BLOCK) * BLOCK for n in weight.shape], dtype=weight.dtype, device=weight.device)
@@ -90,7 +92,6 @@ def compiled():
         values, scales = function(whole)
         return values[: weight.shape[0], : weight.shape[1]], scales
 
-    function = torch.compile(cast, dynamic=True)
     return padded
 
 
