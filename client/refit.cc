@@ -357,8 +357,9 @@ absl::Status SetDerived(const refit_derivation* derivations, int64_t count,
 }
 
 absl::Status CheckAligned(const void* data, refitd::DType dtype, std::string_view field) {
-  if (reinterpret_cast<uintptr_t>(data) % refitd::ElementBytes(dtype) == 0) return absl::OkStatus();
-  return InvalidField(field, "{} is not aligned to its elements", field);
+  const auto bytes = static_cast<uintptr_t>(refitd::ElementBytes(dtype));
+  if (reinterpret_cast<uintptr_t>(data) % bytes == 0) return absl::OkStatus();
+  return InvalidField(field, "{} is {}, which is not a multiple of {} bytes", field, data, bytes);
 }
 
 absl::Status DeriveInto(const refit_tensor* tensor, const refit_derivation* derivation,
@@ -373,11 +374,11 @@ absl::Status DeriveInto(const refit_tensor* tensor, const refit_derivation* deri
   REFITD_RETURN_IF_ERROR(CheckAligned(source, from.dtype, "source"));
   REFITD_RETURN_IF_ERROR(CheckAligned(result, derived.dtype, "result"));
   REFITD_ASSIGN_OR_RETURN(const refitd::Box box, BoxOf(offset, extent, derived.shape));
-  if (refitd::ElementCount(box) == 0) return absl::OkStatus();
   if (refitd::NeedsGpu(derived.derived->kind)) {
-    return InvalidField("kind", "{} is computed by GPUs only",
+    return InvalidField("derivation", "kind {} is computed by GPUs only",
                         refitd::NameOf(derived.derived->kind));
   }
+  if (refitd::ElementCount(box) == 0) return absl::OkStatus();
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): it is only read
   auto* const data = const_cast<char*>(static_cast<const char*>(source));
   const refitd::HeldPiece held{derived.derived,

@@ -349,8 +349,8 @@ typedef struct refit_derivation {
   int32_t role;               /* REFIT_DERIVED_VALUES or REFIT_DERIVED_SCALES */
 } refit_derivation;
 
-/* Computes a box of a derived tensor in host memory, with the arithmetic of refits. `derivation`:
- * of `tensor`, as in a list of one tensor. `source`: the whole source, row-major without gaps;
+/* Computes a box of a derived tensor in host memory, with the arithmetic of refits.
+ * `derivation->tensor` must be 0. `source`: the whole source, row-major without gaps;
  * `result` gets the box, likewise. Both are aligned to their elements. `offset`, `extent`: as in
  * refit_piece. REFIT_INVALID_ARGUMENT: among others, the kind is REFIT_DERIVED_FP8_BLOCK_INDUCTOR.
  * REFIT_FAILED_PRECONDITION, with the source's name: an element has no result, and what `result`

@@ -367,7 +367,7 @@ TEST_CASE("a box of a derived tensor is computed in host memory") {
   CHECK(refit_derive(&values, &as_values, source, offset, beyond, row) == REFIT_INVALID_ARGUMENT);
   const char* odd = reinterpret_cast<const char*>(source) + 1;
   CHECK(refit_derive(&values, &as_values, odd, offset, extent, row) == REFIT_INVALID_ARGUMENT);
-  CHECK(std::string(refit_last_error()) == "source is not aligned to its elements");
+  CHECK_THAT(std::string(refit_last_error()), Catch::Contains("which is not a multiple of"));
   CHECK(refit_derive(&scales, &as_values, source, nullptr, nullptr, scale) ==
         REFIT_INVALID_ARGUMENT);
   CHECK(refit_derive(&values, nullptr, source, nullptr, nullptr, row) == REFIT_INVALID_ARGUMENT);

@@ -14,7 +14,8 @@ bool Inside(const Box& inner, const Box& outer) {
   return both.has_value() && *both == inner;
 }
 
-// INTERNAL unless a computed piece is computed from all of the blocks that `box` meets.
+// INTERNAL unless the parts of a computed piece, which are disjoint, hold all of the blocks that
+// `box` meets.
 absl::Status CheckHeld(const BoundPiece& piece, const Box& box) {
   const Box blocks = ComputedFrom(*piece.held->derivation, box);
   int64_t held = 0;
@@ -25,7 +26,7 @@ absl::Status CheckHeld(const BoundPiece& piece, const Box& box) {
   }
   if (held == ElementCount(blocks)) return absl::OkStatus();
   return Error(absl::StatusCode::kInternal,
-               "program: \"{}\" is computed from {} elements, of which its source piece has {}",
+               "program: \"{}\" is computed from {} elements, of which its parts have {}",
                piece.name, ElementCount(blocks), held);
 }
 

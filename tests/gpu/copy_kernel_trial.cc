@@ -2,7 +2,7 @@
 // against the driver's own copies in the same run. With two GPUs, between them too.
 //
 //   copy_kernel_trial            # all parts
-//   copy_kernel_trial random     # the first: small, for compute-sanitizer
+//   copy_kernel_trial random     # random tasks, derive tasks too: small, for compute-sanitizer
 //   copy_kernel_trial rates [GIB]
 //   copy_kernel_trial derived [GIB]  # rates of the derive kernel, of whose bits derived_bench.py
 //   tells
@@ -646,17 +646,18 @@ RandomMove PickMove(Rng* rng) {
   move.first = shift(element);
   move.second =
       (move.first + static_cast<uint64_t>(rows * row * element) + 15) / 16 * 16 + shift(element);
-  move.source_bytes = static_cast<int64_t>(move.second) + (shape[0] - rows) * row * element + 256;
-  const auto part = [&](int64_t begin, int64_t end) {
+  move.source_bytes =
+      static_cast<int64_t>(move.second) + (shape[0] - rows) * (row + 16) * element + 256;
+  const auto part = [&](int64_t begin, int64_t end, int64_t stride) {
     BoundPiece held;
     held.dtype = derivation.from.dtype;
     held.shape = shape;
     held.box = {.offset = {begin, 0}, .extent = {end - begin, shape[1]}};
-    held.strides = {row, 1};
+    held.strides = {stride, 1};
     return held;
   };
-  std::vector<BoundPiece> parts = {part(0, rows)};
-  if (cut) parts.push_back(part(rows, shape[0]));
+  std::vector<BoundPiece> parts = {part(0, rows, row)};
+  if (cut) parts.push_back(part(rows, shape[0], row + 16));
   move.piece.held = std::make_shared<HeldPiece>(HeldPiece{move.derivation, std::move(parts)});
   const int64_t stored = ElementBytes(dtype);
   move.strides = {move.box.extent[1] + Pick(rng, 0, 1) * Pick(rng, 0, 9), 1};

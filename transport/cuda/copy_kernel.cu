@@ -147,13 +147,13 @@ __device__ __forceinline__ void RunPlainTasks(const CopyLaunch& launch) {
   }
 }
 
-// Does one thread's part of a DeriveTask, and returns its digest. Blocks of one row, or of parts of a
-// row, are taken by a warp each, all others by the whole thread block, one after the other. `parts`:
-// the task and those behind it. `most`: two arrays of a number for each warp.
+// Does one thread's share of a DeriveTask, and returns its digest. Where blocks have one row, each
+// warp takes a block of its own; else all warps take each block together. `parts`: the task and
+// those behind it. `maxima`: two arrays of a number for each warp.
 template <uint8_t kDType, bool kWhole>
 __device__ __forceinline__ uint64_t RunDerive(const DeriveTask& task, const DeriveTask* parts,
                                               const CopyLaunch& launch, const uint32_t* table,
-                                              uint32_t* most) {
+                                              uint32_t* maxima) {
   constexpr uint32_t kCount = kThreads<CopyKernel::kDerive>;
   constexpr uint32_t kWarps = kCount / 32;
   const auto kind = static_cast<DerivedKind>(task.kind);
@@ -183,7 +183,7 @@ __device__ __forceinline__ uint64_t RunDerive(const DeriveTask& task, const Deri
     if (!by_warps) {
       // No second barrier is needed: the next block's numbers go to the other array, and this array
       // is written again only after the next block's barrier.
-      uint32_t* const warps = most + block % 2 * kWarps;
+      uint32_t* const warps = maxima + block % 2 * kWarps;
       if (threadIdx.x % 32 == 0) warps[warp] = amax;
       __syncthreads();
 #pragma unroll
@@ -207,7 +207,7 @@ __device__ __forceinline__ uint64_t RunDerive(const DeriveTask& task, const Deri
 __device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
   __shared__ uint32_t table[copy_code::kTableWords];
   __shared__ Turn turn;
-  __shared__ uint32_t most[2 * kMostWarps];
+  __shared__ uint32_t maxima[2 * kMostWarps];
   const uint32_t thread = threadIdx.x;
   if (thread < copy_code::kTableWords) table[thread] = copy_code::TableWord(thread);
   while (true) {
@@ -224,7 +224,7 @@ __device__ __forceinline__ void RunDeriveTasks(const CopyLaunch& launch) {
     for (uint32_t i = 1; i < task.parts; ++i) whole = whole && derive_code::IsWhole(parts[i]);
     const uint64_t digest =
         derive_code::Choose(task.dtype, whole, [&]<uint8_t kDType, bool kWhole> {
-          return RunDerive<kDType, kWhole>(task, parts, launch, table, most);
+          return RunDerive<kDType, kWhole>(task, parts, launch, table, maxima);
         });
     if (task.sum == kNoSum && task.proof_sum == kNoSum) continue;
     const uint64_t sum = WarpSum(digest);

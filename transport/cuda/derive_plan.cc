@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
-#include <optional>
 
 #include "transport/base/status.h"
 #include "transport/derive/matrices.h"
@@ -33,7 +32,7 @@ Steps StepsOf(const Dims& strides, int64_t element_bytes) {
 }
 
 // Blocks from `first` on, in one dimension, that are cut and windowed alike.
-struct Alike {
+struct BlockRun {
   int64_t first = 0;
   int64_t count = 0;
   Range all;     // elements of the first block
@@ -74,10 +73,11 @@ class Cutter {
     const auto whole = std::find_if(parts_.begin(), parts_.end(), [&blocks](const Part& part) {
       return Intersect(part.piece->box, blocks) == blocks;
     });
-    const bool rows = derivation_.kind == DerivedKind::kCast || HasSmallBlocks(derivation_.kind);
+    if (whole != parts_.end()) parts_ = {*whole};
+    const bool by_rows = derivation_.kind == DerivedKind::kCast || HasSmallBlocks(derivation_.kind);
     derive::ForEachMatrix(*move_.box, [&](const Dims& at) {
       at_ = at;
-      status = whole == parts_.end() ? CutParts() : rows ? CutRows(*whole) : CutBlocks(*whole);
+      status = by_rows ? CutRows(parts_.front()) : CutBlocks();
       return status.ok();
     });
     return status;
@@ -91,44 +91,61 @@ class Cutter {
     Steps steps;
   };
 
-  absl::Status CutBlocks(const Part& part) {
-    const std::vector<Alike> bands = AlikeIn(box_.rows, block_.rows.size(), shape_.rows.end);
-    const std::vector<Alike> blocks =
-        AlikeIn(box_.columns, block_.columns.size(), shape_.columns.end);
+  absl::Status CutBlocks() {
+    const std::vector<BlockRun> bands = Split(
+        RunsIn(box_.rows, block_.rows.size(), shape_.rows.end), block_.rows.size(), &Matrix::rows);
+    const std::vector<BlockRun> blocks =
+        Split(RunsIn(box_.columns, block_.columns.size(), shape_.columns.end),
+              block_.columns.size(), &Matrix::columns);
     // Rows of a matrix that has one block a row are joined; else the blocks of a row.
-    if (block_.columns.size() >= shape_.columns.end) {
-      for (const Alike& band : bands) {
-        REFITD_RETURN_IF_ERROR(Add(part, band, blocks.front(), band.count, block_.rows.size(), 0));
+    const bool joins_rows = block_.columns.size() >= shape_.columns.end;
+    for (BlockRun band : bands) {
+      std::vector<const Part*> parts;
+      for (const Part& part : parts_) {
+        if (HasMatrix(*part.piece) && !Common(part.box.rows, band.all).empty()) {
+          parts.push_back(&part);
+        }
       }
-      return absl::OkStatus();
-    }
-    for (Alike band : bands) {
-      for (; band.count > 0; band = Next(band, block_.rows.size())) {
-        for (const Alike& block : blocks) {
-          REFITD_RETURN_IF_ERROR(Add(part, band, block, block.count, 0, block_.columns.size()));
+      if (joins_rows) {
+        REFITD_RETURN_IF_ERROR(Add(parts, band, blocks.front(), band.count, block_.rows.size(), 0));
+        continue;
+      }
+      for (; band.count > 0; band = After(band, 1, block_.rows.size())) {
+        for (const BlockRun& block : blocks) {
+          REFITD_RETURN_IF_ERROR(Add(parts, band, block, block.count, 0, block_.columns.size()));
         }
       }
     }
     return absl::OkStatus();
   }
 
-  // Cuts blocks that lie in several parts.
-  absl::Status CutParts() {
-    const std::vector<Alike> blocks =
-        AlikeIn(box_.columns, block_.columns.size(), shape_.columns.end);
-    for (Alike band : AlikeIn(box_.rows, block_.rows.size(), shape_.rows.end)) {
-      for (; band.count > 0; band = Next(band, block_.rows.size())) {
-        for (Alike block : blocks) {
-          for (; block.count > 0; block = Next(block, block_.columns.size())) {
-            REFITD_RETURN_IF_ERROR(AddParts(band, block));
-          }
-        }
+  // Ends runs where a part begins or ends, so that all blocks of a run are cut alike.
+  std::vector<BlockRun> Split(const std::vector<BlockRun>& runs, int64_t block,
+                              Range Matrix::*dimension) const {
+    std::vector<int64_t> ends;  // numbers of the blocks after them
+    for (const Part& part : parts_) {
+      const Range range = part.box.*dimension;
+      for (const int64_t edge : {range.begin, range.end}) {
+        ends.push_back(edge / block);
+        ends.push_back((edge + block - 1) / block);
       }
     }
-    return absl::OkStatus();
+    std::sort(ends.begin(), ends.end());
+    std::vector<BlockRun> split;
+    for (BlockRun run : runs) {
+      for (const int64_t end : ends) {
+        if (end <= run.first || end >= run.first + run.count) continue;
+        split.push_back(run);
+        split.back().count = end - run.first;
+        run = After(run, split.back().count, block);
+      }
+      split.push_back(run);
+    }
+    return split;
   }
 
-  // Cuts casts, and kinds with small blocks, into parts of whole rows of the box, or of one row.
+  // Cuts casts, and kinds with small blocks, into bands of whole rows of the box, or pieces of one
+  // row.
   absl::Status CutRows(const Part& part) {
     const int64_t block = block_.columns.size();
     const int64_t unit = scales_ ? block : 1;  // elements of the source for an element of the box
@@ -144,8 +161,8 @@ class Cutter {
                               std::min((end + block - 1) / block * block, shape_.columns.end)};
         const Range window = scales_ ? Range{blocks.begin, blocks.begin + (end - column) / unit}
                                      : Range{column, end};
-        REFITD_RETURN_IF_ERROR(
-            Add(part, {row, 1, all_rows, all_rows}, {column / unit, 1, blocks, window}, 1, 0, 0));
+        REFITD_RETURN_IF_ERROR(Add({&part}, {row, 1, all_rows, all_rows},
+                                   {column / unit, 1, blocks, window}, 1, 0, 0));
         column = end;
       }
     }
@@ -154,8 +171,8 @@ class Cutter {
 
   // Returns the blocks of a range, which is one of blocks if scales are derived, else of elements.
   // Only the first and the last may differ from the others.
-  std::vector<Alike> AlikeIn(Range range, int64_t block, int64_t end) const {
-    std::vector<Alike> found;
+  std::vector<BlockRun> RunsIn(Range range, int64_t block, int64_t end) const {
+    std::vector<BlockRun> found;
     const int64_t last = scales_ ? range.end : (range.end + block - 1) / block;
     for (int64_t b = scales_ ? range.begin : range.begin / block; b < last; ++b) {
       const Range all = {b * block, std::min((b + 1) * block, end)};
@@ -171,17 +188,18 @@ class Cutter {
     return found;
   }
 
-  // The blocks, of `block` elements, after the first.
-  static Alike Next(const Alike& alike, int64_t block) {
-    return {alike.first + 1,
-            alike.count - 1,
-            {alike.all.begin + block, alike.all.end + block},
-            {alike.window.begin + block, alike.window.end + block}};
+  // The blocks, of `block` elements each, after the first `count`.
+  static BlockRun After(const BlockRun& run, int64_t count, int64_t block) {
+    const int64_t step = count * block;
+    return {run.first + count,
+            run.count - count,
+            {run.all.begin + step, run.all.end + step},
+            {run.window.begin + step, run.window.end + step}};
   }
 
-  // The first task of blocks of which each lies so many rows and columns of elements behind the
-  // last.
-  DeriveTask TaskOf(const Part& part, const Alike& band, const Alike& block, int64_t rows,
+  // Makes the task of the first block. `rows` and `columns` are the distance from a block to the
+  // next, in elements of the source.
+  DeriveTask TaskOf(const Part& part, const BlockRun& band, const BlockRun& block, int64_t rows,
                     int64_t columns) const {
     // In elements of the derived tensor.
     const int64_t row = scales_ ? band.first : band.window.begin;
@@ -211,7 +229,9 @@ class Cutter {
                             : rows * part.steps.row + columns * part.steps.column;
     task.destination_row = to_.row;
     task.destination_column = to_.column;
-    task.destination_block = derived_rows * to_.row + derived_columns * to_.column;
+    if (move_.destination != 0) {
+      task.destination_block = derived_rows * to_.row + derived_columns * to_.column;
+    }
     task.index_row = index_.row;
     task.index_block = derived_rows * index_.row + derived_columns * index_.column;
     task.columns = static_cast<uint32_t>(block.all.size());
@@ -220,7 +240,6 @@ class Cutter {
     task.rows = static_cast<uint16_t>(band.all.size());
     task.first_row = static_cast<uint16_t>(band.window.begin - band.all.begin);
     task.window_rows = static_cast<uint16_t>(band.window.size());
-    task.place = PlaceOf(band.all.begin, block.all.begin);
     task.dtype = static_cast<uint8_t>(derivation_.from.dtype);
     task.role = derivation_.kind == DerivedKind::kCast ? static_cast<uint8_t>(move_.source->dtype)
                                                        : static_cast<uint8_t>(derivation_.role);
@@ -232,22 +251,39 @@ class Cutter {
     return task;
   }
 
-  // Adds `count` blocks, of which each lies so many rows and columns of elements behind the last.
-  absl::Status Add(const Part& part, const Alike& band, const Alike& block, int64_t count,
-                   int64_t rows, int64_t columns) {
-    DeriveTask task = TaskOf(part, band, block, rows, columns);
-    const int64_t fit = kTaskElements / (int64_t{task.rows} * task.columns);
+  // Adds `count` blocks, at that distance, with a task for each of the parts that has elements of
+  // them.
+  absl::Status Add(const std::vector<const Part*>& parts, const BlockRun& band,
+                   const BlockRun& block, int64_t count, int64_t rows, int64_t columns) {
+    std::vector<DeriveTask>& tasks = block_tasks_;
+    tasks.clear();
+    for (const Part* part : parts) {
+      const Matrix held = Common(part->box, {.rows = band.all, .columns = block.all});
+      if (held.empty()) continue;
+      if (std::ssize(tasks) == kMaxDeriveParts) {
+        return Error(absl::StatusCode::kResourceExhausted,
+                     "\"{}\": a block of {} lies in more than {} pieces", move_.source->name,
+                     derivation_.from.name, kMaxDeriveParts);
+      }
+      tasks.push_back(PartOf(*part, held, band, block, rows, columns));
+    }
+    if (tasks.empty()) {
+      return Error(absl::StatusCode::kInternal, "\"{}\": no part has a block of {}",
+                   move_.source->name, derivation_.from.name);
+    }
+    tasks.front().parts = static_cast<uint8_t>(tasks.size());
+    const int64_t fit = kTaskElements / (band.all.size() * block.all.size());
     const int64_t step = std::clamp<int64_t>(fit, 1, kMaxDeriveBlocks);
     for (int64_t done = 0; done < count; done += step) {
-      REFITD_RETURN_IF_ERROR(CheckRoom(1));
-      task.blocks = static_cast<uint16_t>(std::min(step, count - done));
-      tasks_->push_back(task);
-      task.source += static_cast<uint64_t>(step * task.source_block);
-      if (task.destination != 0) {
+      REFITD_RETURN_IF_ERROR(CheckRoom(std::ssize(tasks)));
+      for (DeriveTask& task : tasks) {
+        task.blocks = static_cast<uint16_t>(std::min(step, count - done));
+        tasks_->push_back(task);
+        task.source += static_cast<uint64_t>(step * task.source_block);
         task.destination += static_cast<uint64_t>(step * task.destination_block);
+        task.index += static_cast<uint64_t>(step * task.index_block);
+        task.place = Saturated(int64_t{task.place} + step);
       }
-      task.index += static_cast<uint64_t>(step * task.index_block);
-      task.place = Saturated(int64_t{task.place} + step);
     }
     return absl::OkStatus();
   }
@@ -258,30 +294,8 @@ class Cutter {
                  "\"{}\" would take more than {} tasks of a device", move_.source->name, most_);
   }
 
-  // Adds the first block of `band` and `block`, with a task for each part.
-  absl::Status AddParts(const Alike& band, const Alike& block) {
-    block_tasks_.clear();
-    for (const Part& part : parts_) {
-      const Matrix held = Common(part.box, {.rows = band.all, .columns = block.all});
-      if (held.empty() || !HasPlace(*part.piece)) continue;
-      if (std::ssize(block_tasks_) == kMaxDeriveParts) {
-        return Error(absl::StatusCode::kResourceExhausted,
-                     "\"{}\": a block of {} lies in more than {} pieces", move_.source->name,
-                     derivation_.from.name, kMaxDeriveParts);
-      }
-      block_tasks_.push_back(PartOf(part, held, band, block));
-    }
-    DeriveTask& first = block_tasks_.front();
-    first.parts = static_cast<uint8_t>(block_tasks_.size());
-    first.place = PlaceOf(band.all.begin, block.all.begin);
-    if (Joined(band.all.size() * block.all.size())) return absl::OkStatus();
-    REFITD_RETURN_IF_ERROR(CheckRoom(std::ssize(block_tasks_)));
-    last_ = tasks_->size();
-    tasks_->insert(tasks_->end(), block_tasks_.begin(), block_tasks_.end());
-    return absl::OkStatus();
-  }
-
-  bool HasPlace(const BoundPiece& part) const {
+  // Whether the part has elements of the matrix that is cut.
+  bool HasMatrix(const BoundPiece& part) const {
     for (size_t d = 0; d < at_.size(); ++d) {
       if (at_[d] < part.box.offset[d] || at_[d] >= part.box.offset[d] + part.box.extent[d]) {
         return false;
@@ -290,63 +304,29 @@ class Cutter {
     return true;
   }
 
-  // The task for the elements `held` of a block.
-  DeriveTask PartOf(const Part& part, const Matrix& held, const Alike& band,
-                    const Alike& block) const {
+  // The task for the elements `held` of the first block.
+  DeriveTask PartOf(const Part& part, const Matrix& held, const BlockRun& band,
+                    const BlockRun& block, int64_t rows, int64_t columns) const {
     Matrix window = Common(held, {.rows = band.window, .columns = block.window});
     // The first task stores a scale, whatever its window.
     const bool stores = scales_ ? block_tasks_.empty() : !window.empty();
-    if (scales_ || !stores) window = held;
+    if (HasSmallBlocks(derivation_.kind)) {
+      window = {.rows = band.window, .columns = block.window};
+    } else if (scales_ || !stores) {
+      window = held;
+    }
     DeriveTask task = TaskOf(part, {band.first, 1, held.rows, window.rows},
-                             {block.first, 1, held.columns, window.columns}, 0, 0);
+                             {block.first, 1, held.columns, window.columns}, rows, columns);
+    task.place = PlaceOf(band.all.begin, block.all.begin);
     task.parts = 0;
     if (stores) return task;
     task.element_bytes = 1;
     task.role = static_cast<uint8_t>(DerivedRole::kValues);
     task.window_rows = 0;
     task.destination = task.index = 0;
-    task.destination_row = task.destination_column = task.index_row = 0;
+    task.destination_row = task.destination_column = task.destination_block = 0;
+    task.index_row = task.index_block = 0;
     return task;
-  }
-
-  // Adds block_tasks_, of a block of so many elements, to the tasks before, if it follows the
-  // blocks there at the same distances.
-  bool Joined(int64_t elements) {
-    if (!last_.has_value()) return false;
-    const auto last = tasks_->begin() + static_cast<std::ptrdiff_t>(*last_);
-    const DeriveTask& first = block_tasks_.front();
-    if (last->blocks >= kMaxDeriveBlocks || (last->blocks + 1) * elements > kTaskElements ||
-        first.parts != last->parts || first.place != last->place + last->blocks ||
-        !std::equal(block_tasks_.begin(), block_tasks_.end(), last, Follows)) {
-      return false;
-    }
-    for (size_t i = 0; i < block_tasks_.size(); ++i) {
-      DeriveTask& task = last[static_cast<std::ptrdiff_t>(i)];
-      if (task.blocks == 1) {
-        task.source_block = Step(task, block_tasks_[i], &DeriveTask::source);
-        task.destination_block = Step(task, block_tasks_[i], &DeriveTask::destination);
-        task.index_block = Step(task, block_tasks_[i], &DeriveTask::index);
-      }
-      ++task.blocks;
-    }
-    return true;
-  }
-
-  static int64_t Step(const DeriveTask& from, const DeriveTask& to, uint64_t DeriveTask::*field) {
-    return static_cast<int64_t>(to.*field - from.*field);
-  }
-
-  // Whether the block of `task` has the form of those of `last`, and their distance.
-  static bool Follows(const DeriveTask& task, const DeriveTask& last) {
-    if (last.rows != task.rows || last.columns != task.columns ||
-        last.first_row != task.first_row || last.first_column != task.first_column ||
-        last.window_rows != task.window_rows || last.window_columns != task.window_columns) {
-      return false;
-    }
-    return last.blocks == 1 ||
-           (Step(last, task, &DeriveTask::source) == last.blocks * last.source_block &&
-            Step(last, task, &DeriveTask::destination) == last.blocks * last.destination_block &&
-            Step(last, task, &DeriveTask::index) == last.blocks * last.index_block);
   }
 
   static uint32_t Saturated(int64_t place) {
@@ -381,11 +361,8 @@ class Cutter {
   const Steps to_;
   const Steps index_;
   std::vector<Part> parts_;
-  Dims at_;  // the leading dimensions' indices
-  // Of blocks that lie in several parts: the tasks of the current one, and where those of the
-  // blocks before begin.
-  std::vector<DeriveTask> block_tasks_;
-  std::optional<size_t> last_;
+  Dims at_;                              // the leading dimensions' indices
+  std::vector<DeriveTask> block_tasks_;  // of the blocks that are added
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <iterator>
 #include <limits>
+#include <list>
 #include <random>
 
 #include "transport/cuda/copy_interpreter_testing.h"
@@ -308,6 +309,8 @@ TEST_CASE("parts that begin at multiples of a vector give what one part gives") 
   const DType dtype = GENERATE(from_range(std::begin(kFloats), std::end(kFloats)));
   const auto kind = GENERATE(DerivedKind::kFp8Block, DerivedKind::kFp8Channel);
   const auto role = GENERATE(DerivedRole::kValues, DerivedRole::kScales);
+  // Each part has memory of its own, with rows at a distance of its own.
+  const bool apart = GENERATE(false, true);
   const auto derivation = std::make_shared<Derivation>(Derivation{{"w", dtype, shape}, kind, role});
   const int64_t element = ElementBytes(dtype);
   std::vector<char> memory(static_cast<size_t>(300 * 512 * element));
@@ -321,11 +324,24 @@ TEST_CASE("parts that begin at multiples of a vector give what one part gives") 
   const HeldPiece whole =
       HoldOne(derivation, WholeBox(shape), RowMajorStrides(shape), memory.data());
   HeldPiece cut{derivation, {}};
+  std::list<std::vector<char>> own;
   for (const Box& box :
-       {Box{{0, 0}, {200, 320}}, Box{{0, 320}, {200, 192}}, Box{{200, 0}, {100, 512}}}) {
+       {Box{{0, 0}, {64, 512}}, Box{{64, 0}, {136, 128}}, Box{{64, 128}, {136, 128}},
+        Box{{64, 256}, {136, 256}}, Box{{200, 0}, {100, 512}}}) {
     BoundPiece part = whole.parts[0];
     part.box = box;
     part.data += (box.offset[0] * 512 + box.offset[1]) * element;
+    if (apart) {
+      const int64_t row = box.extent[1] + 16 * std::ssize(own);
+      std::vector<char>& rows =
+          own.emplace_back(static_cast<size_t>(box.extent[0] * row * element));
+      for (int64_t i = 0; i < box.extent[0]; ++i) {
+        std::memcpy(&rows[static_cast<size_t>(i * row * element)], part.data + i * 512 * element,
+                    static_cast<size_t>(box.extent[1] * element));
+      }
+      part.data = rows.data();
+      part.strides = {row, 1};
+    }
     cut.parts.push_back(part);
   }
   const Box all = *ComputableBox(*derivation, WholeBox(shape));

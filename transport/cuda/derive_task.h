@@ -70,7 +70,9 @@ struct alignas(16) DeriveTask {
   uint16_t blocks = 1;
   uint8_t dtype : 4 = 0;  // of the trainers' tensor: 2, 3 or 4, as refitd.v1.DType has them
   uint8_t role : 4 = 0;   // DerivedRole; of a cast: the dtype that it makes
-  uint8_t parts = 1;  // tasks of the blocks, with this one; 0: a task before this one does the work
+  // The number of consecutive tasks, from this one on, that describe the parts of the same blocks.
+  // 0: this task describes such a part, and a task before it does the work.
+  uint8_t parts = 1;
   // From here on the fields lie where CopyTask has them.
   uint8_t element_bytes = 1;  // of the derived tensor
   uint8_t kind = 0;           // DerivedKind; CopyTask::derived

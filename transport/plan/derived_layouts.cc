@@ -33,7 +33,7 @@ std::vector<Box> Outside(const std::vector<Box>& boxes, const Box& hole, PlanWor
   return rest;
 }
 
-// A piece of a node.
+// A piece of one of the node's layouts.
 struct Holder {
   uint32_t layout = 0;
   uint32_t piece = 0;
@@ -109,7 +109,7 @@ class DerivedLayouts::Node {
     }
   }
 
-  // The blocks that `around` has, and the node holds as a whole.
+  // Returns the blocks in `around` of which the node's ranks hold every element, as boxes.
   std::vector<Box> Whole(const Derivation& derivation, const Box& around) {
     const HeldBoxes& held = HeldOf(derivation.from);
     std::vector<Box> missing = {around};

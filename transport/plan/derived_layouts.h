@@ -19,7 +19,6 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "absl/container/inlined_vector.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "transport/plan/boxes.h"
@@ -28,8 +27,8 @@
 
 namespace refitd {
 
-// The most pieces of other ranks, or parts of them, from which one box is computed (P10): each
-// block searches them all. Shards of one row give 127.
+// The most parts of other ranks' pieces from which one box is computed (P10): transports look
+// through all of them for each block. Where each rank holds one row, a block of 128 rows has 127.
 inline constexpr int64_t kMaxHeldParts = 4096;
 
 // A box of a piece of one of a node's layouts.
@@ -39,7 +38,8 @@ struct HeldPart {
   Box box;
 };
 
-// By layout, and computed piece of it.
+// The key is the index of a layout in the node's list, and of a computed piece in its extended
+// layout.
 using HeldParts = absl::flat_hash_map<std::pair<uint32_t, uint32_t>, std::vector<HeldPart>>;
 
 class DerivedLayouts {

@@ -762,7 +762,8 @@ class Router {
     REFITD_CHECK(!missing.empty());
     const Dims& first = std::min_element(missing.begin(), missing.end(), BoxLess)->offset;
     const std::string& label = plan_.destination_labels[first_member];
-    if (const Derivation* derived = plan_.tensors[t].derived.get(); derived != nullptr) {
+    const Derivation* const derived = plan_.tensors[t].derived.get();
+    if (derived != nullptr && derived->kind != DerivedKind::kCast) {
       return fmt::format(
           "element [{}] of {} needs a whole block of [{}] elements of {}, which {} must hold",
           fmt::join(first, ", "), label, fmt::join(BlockOf(*derived), ", "), derived->from.name,
