@@ -1,6 +1,6 @@
 """Derived tensors on GPUs or the host: their bits beside torch's operators, and how long a refit takes that computes them.
 
-  PYTHONPATH=$PWD/site python3 refitd-gpu/derived_bench.py [--models qwen3-4b,...] [--rounds N] [--elements N] [--kinds KIND,...] [--oracle FILE]
+  PYTHONPATH=$PWD/site python3 refitd-gpu/derived_bench.py [--models qwen3-4b,...] [--rounds N] [--elements N] [--kinds KIND,...] [--beside bfloat16,fp8] [--oracle FILE]
       [--ranks N] [--colocated] [--device cuda|cpu] [--layers N] [--json FILE]
 
 The trainer is this process, on the first GPU; the engine is a process of its own on the last, or (--colocated) on the first too. --ranks: so many
@@ -431,7 +431,7 @@ def figures(options, daemon, found):
     total, oracle = 0, oracle_of(options)
     for model in options.models.split(",") if options.models else ():
         base = {}
-        for case in ("bfloat16", "fp8", *options.kinds):
+        for case in (*options.beside, *options.kinds):
             side = MULTIPLES.get(case, 1)
             if any(is_quantised(name, shape) and any(n % side for n in shape) for name, shape, _ in tensors_of(model, options.layers)):
                 continue
@@ -449,7 +449,7 @@ def figures(options, daemon, found):
             beside = torch_seconds(run, case, oracle) if run.case.kind != "plain" and options.ranks == 1 else None
             found.append({"model": model, "case": case, "bytes": run.bytes, "seconds": medians, "first": first, "torch": beside, "copy": rate})
             print("| %s | %s | %.2f | %.2f | %.2f | %.2f | %.2f | %.2f | %.2f | %.0f | %s |" % (
-                model, case, run.bytes / 2**30, off * 1e3, off / base.get("fp8", math.nan), off / base["bfloat16"], run.bytes / rate / off,
+                model, case, run.bytes / 2**30, off * 1e3, off / base.get("fp8", math.nan), off / base.get("bfloat16", math.nan), run.bytes / rate / off,
                 medians["transfer"] / off, medians["readback"] / off, first * 1e3, "%.1f" % (beside * 1e3) if beside else ""), flush=True)
             run.close()
     return total
@@ -462,6 +462,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--elements", type=int, default=10**9, help="compared of each kind; 0: none")
     parser.add_argument("--kinds", help="default: all that the device has")
+    parser.add_argument("--beside", default="bfloat16,fp8", help="what else is measured")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--oracle", help="a file with quantise(kind, weight)")
     parser.add_argument("--colocated", action="store_true")
@@ -473,6 +474,7 @@ def main():
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.kinds = options.kinds.split(",") if options.kinds else [kind for kind in KINDS if options.device != "cpu" or kind != "fp8_block_inductor"]
+    options.beside = options.beside.split(",") if options.beside else []
     if options.engine:
         return serve(options)
     found = []

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/container/inlined_vector.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 
