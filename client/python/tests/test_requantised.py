@@ -8,8 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from refitd.layout import TensorSpec  # noqa: E402
+from refitd.errors import InvalidArgument  # noqa: E402
 from refitd.layout.capture import Copy, Processed  # noqa: E402
-from refitd.serving import derived  # noqa: E402
+from refitd.serving import Settings, derived  # noqa: E402
 from refitd.serving.derived import NotDerived, Quantised, Requantised  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -37,6 +38,28 @@ def loaded(shape, *copies):
 
 def specs(*shapes):
     return [TensorSpec(f"w{i}", "bfloat16", shape) for i, shape in enumerate(shapes)]
+
+
+class KindTest(unittest.TestCase):
+    """What Settings.derived says."""
+
+    def test_an_engine_that_quantises_is_derived_only_where_it_is_told_so(self):
+        for given, why in (({}, "is not 'on'"), ({"derived": "off"}, "is 'off'"), ({"derived": "fp8_block_pow2"}, "is 'fp8_block_pow2'")):
+            with self.assertRaisesRegex(NotDerived, f"setting derived {why}"):
+                CHANNEL.kind_for(Settings.of(given, {}).derived)
+        self.assertEqual(CHANNEL.kind_for(Settings.of({}, {"REFITD_DERIVED": "on"}).derived), "fp8_channel")
+
+    def test_a_quantised_checkpoint_is_derived_as_the_setting_says(self):
+        checkpoint = Quantised(None, "weight", "weight_scale_inv")
+        for given, kind in ((None, "fp8_block"), ("on", "fp8_block"), ("fp8_block_cuda", "fp8_block_cuda"), ("fp8_block_pow2", "fp8_block_pow2")):
+            self.assertEqual(checkpoint.kind_for(Settings.of({"derived": given}, {}).derived), kind)
+        with self.assertRaisesRegex(NotDerived, "is 'off'"):
+            checkpoint.kind_for("off")
+
+    def test_another_value_is_refused(self):
+        with self.assertRaisesRegex(InvalidArgument, "derived: 'fp8' is none of on, off, fp8_block, .*") as caught:
+            Settings.of({"derived": "fp8"}, {})
+        self.assertEqual(caught.exception.culprit, "derived")
 
 
 class PlaceTest(unittest.TestCase):

@@ -411,10 +411,9 @@ def _requantised_one(
     settings: Settings,
 ) -> Requantised:  # fmt: skip
     """`own`: what the module holds. `taken`: the checkpoint's tensors that it takes. Raises NotDerived."""
-    if settings.derived == derived.OFF:
-        raise NotDerived("the engine's setting derived is 'off'")
     made = Requantised(name, module, [], taken)
     for each in quantised:
+        kind = each.kind_for(settings.derived)
         values = f"{name}.{each.values}"
         loaded = captured.processed.get(values)
         if each.kind is None:
@@ -427,7 +426,7 @@ def _requantised_one(
             made.loads.update({source: {"values": source, "scales": source.removesuffix(each.values) + each.scales} for source in sources})
         if loaded is None or values in captured.unfilled:
             raise NotDerived(f"'{each.values}' gets no tensors of the checkpoint, or not all of its elements")
-        made.parts += derived.parts_of(each, each.kind or settings.derived, module, loaded, captured.tensors)
+        made.parts += derived.parts_of(each, kind, module, loaded, captured.tensors)
     filled = {copy.parameter for copy in captured.direct} | made.summary().keys()
     other = next((entry.name for entry in own if entry.is_parameter and entry.name not in filled), None)
     if other is not None:

@@ -23,8 +23,8 @@ from ..layout.memory import torch_dtype
 from . import proof
 from .ahead import Portion
 
-# The value of Settings.derived by which nothing is derived.
-OFF = "off"
+# Values of Settings.derived: the engine's own quantisation is derived; nothing is.
+ON, OFF = "on", "off"
 # The attribute of a model that has, by module, why its quantisation differs from that of refits; "": it was compared, and is the same.
 COMPARED = "_refitd_compared"
 _BLOCK = 128
@@ -38,13 +38,21 @@ logger = logging.getLogger("refitd.serving.derived")
 @dataclass(frozen=True)
 class Quantised:
     """What a module's quantisation method makes of a weight. `kind`: of refitd.Derived; None: it makes nothing, because the checkpoint has values and scales
-    in blocks, of which refits can make either kind (Settings.derived). `values`: the parameter that the loader fills, and that has the
+    in blocks, of which refits can make several kinds. `values`: the parameter that the loader fills, and that has the
     values afterwards; `scales`: that with the scales. `transposed`: whether the values have the weight's last two dimensions in the other order."""
 
     kind: str | None
     values: str
     scales: str
     transposed: bool = False
+
+    def kind_for(self, setting: str | None) -> str:
+        """The kind to derive. `setting`: Settings.derived. Raises NotDerived where that says no."""
+        if setting == OFF or (self.kind is not None and setting != ON):
+            raise NotDerived(f"the engine's setting derived is {setting!r}" if setting else "the engine's setting derived is not 'on'")
+        if self.kind is not None:
+            return self.kind
+        return "fp8_block" if setting in (None, ON) else setting
 
 
 class NotDerived(Exception):
