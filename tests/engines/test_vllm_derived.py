@@ -94,6 +94,22 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     support.serve_blocks(monkeypatch)
 
 
+@pytest.fixture
+def derives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines derive what they quantise when they load it."""
+    monkeypatch.setenv("REFITD_DERIVED", "on")
+
+
+class PushingTrainer(CheckpointTrainer):
+    """A trainer that pushes its tensors."""
+
+    def send(self, version: int, checkpoint: Path, seconds: float = 120.0) -> refitd.UpdateResult:
+        made = self.trainer.update(version, duration_seconds=seconds)
+        for name, tensor in load_file(checkpoint / "model.safetensors").items():
+            made.push(name, tensor)
+        return made.commit()
+
+
 def check_five_versions(*arguments: Any, **options: Any) -> dict[str, Any]:
     return support.check_five_versions(EngineProcess, *arguments, **options)
 
@@ -105,7 +121,7 @@ def linear(delivery: dict[str, Any], scales: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name, tp", [("qwen3", 1), ("qwen3-one-kv-head", 1), ("llama-bias", 1), ("qwen3", 2)])
-def test_five_versions_where_weights_are_quantised_by_channels(name: str, tp: int, folder: Path, daemon: Any, tmp_path: Path) -> None:
+def test_five_versions_where_weights_are_quantised_by_channels(name: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, derives: None) -> None:
     delivery = check_five_versions(name, folder, daemon, tmp_path, quantization="fp8_per_channel", tp=tp)
     assert set(delivery["derived"]) == linear(delivery, "weight_scale") and len(delivery["derived"]) >= 16
     assert delivery["derived"]["model.layers.0.self_attn.qkv_proj.weight"] == "values of fp8_channel"
@@ -119,7 +135,7 @@ CUT = {("qwen3", 1): "", ("llama-bias", 1): "", ("qwen3-one-kv-head", 1): "qkv_p
 
 @pytest.mark.parametrize("name, tp", CUT)
 def test_five_versions_where_weights_are_quantised_in_blocks(
-    name: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, blocks: None
+    name: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, blocks: None, derives: None
 ) -> None:
     delivery = check_five_versions(name, folder, daemon, tmp_path, quantization="fp8_per_block", tp=tp)
     cut = CUT[name, tp]
@@ -133,7 +149,7 @@ def test_five_versions_where_weights_are_quantised_in_blocks(
 
 
 def test_five_versions_where_attention_reads_quantised_weights_and_experts_are_not_quantised(
-    folder: Path, daemon: Any, tmp_path: Path, blocks: None
+    folder: Path, daemon: Any, tmp_path: Path, blocks: None, derives: None
 ) -> None:
     how = {"quantization": "online", "quantization_config": {"linear": "fp8_per_block"}}
     delivery = check_five_versions("deepseek-v2-lite", folder, daemon, tmp_path, **how)
@@ -141,30 +157,43 @@ def test_five_versions_where_attention_reads_quantised_weights_and_experts_are_n
     assert linear(delivery, "weight_scale_inv") == set(delivery["derived"]) and not delivery["proof"]["unproved"], delivery
 
 
-def test_five_versions_of_derived_tensors_in_compiled_code(folder: Path, daemon: Any, tmp_path: Path) -> None:
+def test_five_versions_of_derived_tensors_in_compiled_code(folder: Path, daemon: Any, tmp_path: Path, derives: None) -> None:
     delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel", enforce_eager=False)
     assert len(delivery["derived"]) == 16, delivery
     assert delivery["proof"]["ways"] == ["compiled code"] and not delivery["proof"]["unproved"], delivery["proof"]
 
 
-def test_five_versions_of_derived_tensors_into_arenas(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_five_versions_of_derived_tensors_into_arenas(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, derives: None) -> None:
     monkeypatch.setenv("REFITD_ARENA", "device")
     delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel")
     assert len(delivery["derived"]) == 16 and delivery["arena_bytes"] and not delivery["in_pause"], delivery
 
 
-def test_a_restarted_engine_has_its_derived_tensors(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_engine_has_its_derived_tensors(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, derives: None) -> None:
     """What was kept is compared beside the model, which nothing is written to."""
     delivery = support.check_restarts(EngineProcess, "qwen3", folder, daemon, tmp_path, monkeypatch, quantization="fp8_per_channel")
     assert len(delivery["derived"]) == 16 and not delivery["loader_bytes"], delivery
 
 
-def test_nothing_is_derived_where_the_engine_is_told_so(folder: Path, daemon: Any, tmp_path: Path) -> None:
-    delivery = check_five_versions("qwen3", folder, daemon, tmp_path, quantization="fp8_per_channel", how={"derived": "off"})
-    assert not delivery["derived"] and len(linear(delivery, "weight_scale") & delivery["processed"].keys()) == 16, delivery
+def test_an_engine_that_quantises_takes_pushes_unless_it_is_told_to_derive(folder: Path, daemon: Any, tmp_path: Path) -> None:
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    options: dict[str, Any] = dict(dtype="bfloat16", quantization="fp8_per_channel")
+    expected = support.fresh(EngineProcess, checkpoints[1], tmp_path, **options)
+    trainer = PushingTrainer(daemon.socket, checkpoints[0])
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), **options) as engine:
+            engine.started()
+            update(engine, trainer, 1, checkpoints[1])
+            support.check_holds(engine, expected, 1)
+            delivery = engine.call("status")[0]["delivery"]
+            processed = linear(delivery, "weight_scale") & delivery["processed"].keys()
+            assert not delivery["derived"] and len(processed) == 16, delivery
+            assert all("setting derived is not 'on'" in delivery["processed"][name] for name in processed), delivery
+    finally:
+        trainer.close()
 
 
-def test_weights_that_the_engine_casts_before_it_quantises_are_processed(folder: Path, daemon: Any, tmp_path: Path) -> None:
+def test_weights_that_the_engine_casts_before_it_quantises_are_processed(folder: Path, daemon: Any, tmp_path: Path, derives: None) -> None:
     """Trainers with float32: refits would quantise that, and the engine quantises bfloat16."""
     checkpoints = [tmp_path / str(seed) for seed in (1, 2)]
     for seed, path in enumerate(checkpoints, 1):
@@ -187,7 +216,7 @@ def test_weights_that_the_engine_casts_before_it_quantises_are_processed(folder:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_layer_that_quantises_otherwise_is_processed_and_named(tp: int, folder: Path, daemon: Any, tmp_path: Path) -> None:
+def test_a_layer_that_quantises_otherwise_is_processed_and_named(tp: int, folder: Path, daemon: Any, tmp_path: Path, derives: None) -> None:
     """A defect in one rank's arithmetic. The engine still takes versions, by its own loader."""
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
     trainer = CheckpointTrainer(daemon.socket, checkpoints[0])

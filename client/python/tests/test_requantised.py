@@ -2,19 +2,22 @@
 
 import types
 import unittest
+from unittest import mock
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from refitd.layout import TensorSpec  # noqa: E402
+from refitd.errors import InvalidArgument  # noqa: E402
 from refitd.layout.capture import Copy, Processed  # noqa: E402
-from refitd.serving import derived  # noqa: E402
+from refitd.serving import Settings, derived  # noqa: E402
 from refitd.serving.derived import NotDerived, Quantised, Requantised  # noqa: E402
 from torch import nn  # noqa: E402
 
 BLOCK = Quantised("fp8_block", "weight", "weight_scale_inv")
 CHANNEL = Quantised("fp8_channel", "weight", "weight_scale", transposed=True)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def layer(quantised, rows, columns):
@@ -37,6 +40,34 @@ def loaded(shape, *copies):
 
 def specs(*shapes):
     return [TensorSpec(f"w{i}", "bfloat16", shape) for i, shape in enumerate(shapes)]
+
+
+class KindTest(unittest.TestCase):
+    """What Settings.derived says."""
+
+    def test_an_engine_that_quantises_is_derived_only_where_it_is_told_so(self):
+        for given, why in (({}, "is not 'on'"), ({"derived": "off"}, "is 'off'"), ({"derived": "fp8_block_pow2"}, "is 'fp8_block_pow2'")):
+            with self.assertRaisesRegex(NotDerived, f"setting derived {why}"):
+                CHANNEL.kinds(Settings.of(given, {}).derived, CPU)
+        self.assertEqual(CHANNEL.kinds(Settings.of({}, {"REFITD_DERIVED": "on"}).derived, CPU), ("fp8_channel",))
+
+    def test_a_quantised_checkpoint_is_derived_as_the_setting_says(self):
+        checkpoint = Quantised(None, "weight", "weight_scale_inv")
+        for given, kind in ((None, "fp8_block"), ("on", "fp8_block"), ("fp8_block_cuda", "fp8_block_cuda"), ("fp8_block_pow2", "fp8_block_pow2")):
+            for device in (CPU, CUDA):
+                self.assertEqual(checkpoint.kinds(Settings.of({"derived": given}, {}).derived, device), (kind,))
+        with self.assertRaisesRegex(NotDerived, "is 'off'"):
+            checkpoint.kinds("off", CPU)
+
+    def test_a_function_of_torch_has_several_kinds_on_cuda(self):
+        self.assertEqual(BLOCK.kinds("on", CPU), ("fp8_block",))
+        self.assertEqual(BLOCK.kinds("on", CUDA), ("fp8_block_inductor", "fp8_block_cuda", "fp8_block"))
+        self.assertEqual(CHANNEL.kinds("on", CUDA), ("fp8_channel",))
+
+    def test_another_value_is_refused(self):
+        with self.assertRaisesRegex(InvalidArgument, "derived: 'fp8' is none of on, off, fp8_block, .*") as caught:
+            Settings.of({"derived": "fp8"}, {})
+        self.assertEqual(caught.exception.culprit, "derived")
 
 
 class PlaceTest(unittest.TestCase):
@@ -88,7 +119,7 @@ class CompareTest(unittest.TestCase):
             self.model.add_module(name, module)
             source = TensorSpec(f"{name}.w", "bfloat16", (256, 130))
             parts = derived.parts_of(CHANNEL, "fp8_channel", module, loaded((256, 130), (0, (0, 0), (256, 130), (0, 0))), [source])
-            self.found.append(Requantised(name, module, parts, [source]))
+            self.found.append(Requantised(name, module, parts, [source], ("fp8_channel",)))
         self.quantised = []
 
     def quantise(self, portion, tensors):
@@ -114,18 +145,110 @@ class CompareTest(unittest.TestCase):
         self.wrong["b"] = minus_zero
         self.assertFalse(self.compare())
         compared = getattr(self.model, derived.COMPARED)
-        self.assertEqual(compared["a"], "")
-        self.assertRegex(compared["b"], r"element \[5, 7\] of the values of 'b.w' is -0.0 in 'weight', and 0.0 by refits")
+        self.assertEqual(compared["a"], {"fp8_channel": ""})
+        self.assertRegex(compared["b"]["fp8_channel"], r"element \[5, 7\] of the values of 'b.w' is -0.0 in 'weight', and 0.0 by refits")
 
     def test_a_difference_on_another_rank_counts_here(self):
         self.assertFalse(self.compare(elsewhere=("a",)))
-        self.assertEqual(getattr(self.model, derived.COMPARED), {"a": "is not derived on another rank", "b": ""})
+        self.assertEqual(getattr(self.model, derived.COMPARED), {"a": {"fp8_channel": "is not derived on another rank"}, "b": {"fp8_channel": ""}})
         self.assertEqual(self.quantised, ["b"])
 
     def test_what_fails_is_no_difference_but_counts_as_one(self):
         self.wrong["a"] = types.MappingProxyType({}).__getitem__
         self.assertFalse(self.compare())
-        self.assertRegex(getattr(self.model, derived.COMPARED)["a"], "can't be compared: (KeyError|TypeError)")
+        self.assertRegex(getattr(self.model, derived.COMPARED)["a"]["fp8_channel"], "can't be compared with fp8_channel: (KeyError|TypeError)")
+
+
+def off_by_a_bit(scales):
+    """Reciprocals of which one in eight is not the nearest number, as those of a GPU's instruction; which ones, is made up."""
+    made = 1.0 / scales
+    mantissas = scales.view(torch.int32) & 0x7FFFFF
+    return torch.where((mantissas * 40503 >> 7) % 8 == 0, torch.nextafter(made, torch.tensor(torch.inf)), made)
+
+
+def reciprocals(function):
+    return mock.patch.object(derived, "_approximate_reciprocal", lambda device: (function, "") if function else (None, "torch.compile fails"))
+
+
+class InductorTest(unittest.TestCase):
+    """The arithmetic of fp8_block_inductor, on a CPU with reciprocals that stand for the GPU's."""
+
+    def test_with_nearest_reciprocals_it_is_fp8_block_cuda(self):
+        source = TensorSpec("w", "bfloat16", (700, 324))
+        weight = derived._trial(source, CPU)
+        with reciprocals(lambda scales: 1.0 / scales):
+            for role, boxes in (("values", [((0, 0), (700, 324)), ((256, 128), (128, 196))]), ("scales", [((0, 0), (6, 3)), ((4, 1), (2, 2))])):
+                for offset, extent in boxes:
+                    made, expected = (
+                        derived.derive(derived.derived_spec(source, kind, role), weight, offset, extent).view(torch.uint8)
+                        for kind in ("fp8_block_inductor", "fp8_block_cuda")
+                    )
+                    self.assertTrue(torch.equal(made, expected), (role, offset))
+
+    def test_it_is_not_computed_where_torch_has_other_reciprocals(self):
+        def fails(scales):
+            raise RuntimeError("no compiler")
+
+        spec = derived.derived_spec(TensorSpec("w", "bfloat16", (128, 128)), "fp8_block_inductor", "values")
+        for function, why in ((lambda x: 1.0 / x, "makes the nearest reciprocals"), (fails, "fails: RuntimeError: no compiler$")):
+            derived._approximate_reciprocal.cache_clear()
+            with mock.patch.object(torch, "compile", lambda _, dynamic: function), self.assertLogs("refitd.serving.derived", "WARNING") as logs:
+                for _ in range(2):
+                    with self.assertRaisesRegex(NotDerived, f"torch.compile {why}"):
+                        derived.derive(spec, torch.ones(128, 128, dtype=torch.bfloat16))
+            self.assertEqual(len(logs.output), 1, logs.output)
+        derived._approximate_reciprocal.cache_clear()
+
+
+class TurnsTest(unittest.TestCase):
+    """An engine that may quantise by several kinds: which one is found by comparison."""
+
+    def found(self, quantise, elsewhere=frozenset()):
+        """The kinds that were compared, in their order, and why none is left, if so. `elsewhere`: what another rank refuses."""
+        model = nn.Module()
+        module = layer(BLOCK, 512, 2304)
+        model.add_module("m", module)
+        source = TensorSpec("w", "bfloat16", (512, 2304))
+        weight = loaded((512, 2304), (0, (0, 0), (512, 2304), (0, 0)))
+
+        def beside(portion, tensors):
+            for role, parameter in (("values", "weight"), ("scales", "weight_scale_inv")):
+                portion.made["m"][0][parameter].copy_(quantise(source, role, tensors["w"]))
+
+        tried = []
+        while True:
+            try:
+                kinds = derived.kinds_left(BLOCK.kinds("on", CUDA), getattr(model, derived.COMPARED, {}).get("m", {}))
+            except NotDerived as none:
+                return tried, str(none)
+            tried.append(kinds[0])
+            entry = Requantised("m", module, derived.parts_of(BLOCK, kinds[0], module, weight, [source]), [source], kinds)
+            if derived.compare(model, [entry], set(), beside, lambda names: names | elsewhere, CPU):
+                return tried, ""
+
+    def by(self, kind):
+        return lambda source, role, weight: derived.derive(derived.derived_spec(source, kind, role), weight)
+
+    def test_the_first_kind_of_which_all_bits_agree_is_taken(self):
+        kinds = BLOCK.kinds("on", CUDA)
+        with reciprocals(off_by_a_bit):
+            for count, kind in enumerate(kinds, 1):
+                self.assertEqual(self.found(self.by(kind)), ([*kinds[:count]], ""))
+
+    def test_a_kind_that_can_not_be_computed_is_passed_over(self):
+        with reciprocals(None), self.assertLogs("refitd.serving.derived", "INFO") as logs:
+            self.assertEqual(self.found(self.by("fp8_block_cuda")), (["fp8_block_inductor", "fp8_block_cuda"], ""))
+        self.assertIn("'m' is not derived as fp8_block_inductor: it can't be compared with fp8_block_inductor: NotDerived: torch.compile fails", logs.output[0])
+
+    def test_no_kind_is_left_of_a_module_that_another_rank_refuses(self):
+        with reciprocals(off_by_a_bit):
+            self.assertEqual(self.found(self.by("fp8_block_cuda"), {"m"}), (["fp8_block_inductor"], "it is not derived on another rank"))
+
+    def test_each_kind_is_named_where_none_agrees(self):
+        with reciprocals(off_by_a_bit):
+            tried, why = self.found(self.by("fp8_block_pow2"))
+        self.assertEqual(tried, [*BLOCK.kinds("on", CUDA)])
+        self.assertRegex(why, "it is quantised otherwise than by fp8_block_inductor: .*; it .* by fp8_block_cuda: .*; it .* by fp8_block: ")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ CACHES = ("reset", "keep")
 PROOFS = ("report", "require", "off")  # what is unproved is reported or refused; or the proof does not run
 ARENAS = ("off", "device", "host")
 RESTORES = ("off", "on")
-DERIVED = ("fp8_block", "fp8_block_reciprocal", "fp8_block_pow2", "off")  # refitd.serving.derived
+DERIVED = ("on", "off", "fp8_block", "fp8_block_cuda", "fp8_block_reciprocal", "fp8_block_pow2")  # refitd.serving.derived
 # The default of Settings.loader_bytes.
 LOADER_BYTES = 8 << 30
 
@@ -49,9 +49,9 @@ class Settings:
     `instance` and `socket`, as they do `arena`.
     `proof`: whether the forward is proved to read what is written (refitd.serving.proof) when a rank first attaches: "report" refuses or processes what
     fails, and reports what is unproved; "require" refuses what is unproved too; "off" runs nothing.
-    `derived`: "fp8_block", "fp8_block_reciprocal" or "fp8_block_pow2": values and scales that the engine makes of weights when it loads them are derived
-    by refits, where that gives the same (docs/derived.md); the name says how refits quantise for an engine with a checkpoint that is quantised in
-    blocks, where `manifest` has the trainers' tensors. "off": nothing is derived.
+    `derived`: "on": refits derive the values and scales that the engine makes of weights when it loads them, where that gives the same
+    (docs/derived.md); trainers must refit then, as pushes bring no derived tensors. A kind's name: how refits quantise for an engine with a checkpoint
+    that is quantised in blocks, where `manifest` has the trainers' tensors; None and "on": as "fp8_block". "off": nothing is derived.
     `logits`: a folder, the same for all engines of the group: after each commit, before the engine goes on, the logits of fixed tokens are
     compared with those that the first engine of the same shape to commit left there; None: nothing is compared.
     `wait_seconds`: for the daemon and the group to appear, when a rank attaches.
@@ -70,7 +70,7 @@ class Settings:
     arena: str = "off"
     restore: str = "off"
     proof: str = "report"
-    derived: str = "fp8_block"
+    derived: str | None = None
     logits: str | None = None
     wait_seconds: float = 600.0
     reattach_seconds: float = 600.0
@@ -103,7 +103,7 @@ class Settings:
             values[field.name] = value
         made = cls(**values)
         for name, allowed in (("pause", PAUSES), ("cache", CACHES), ("arena", ARENAS), ("restore", RESTORES), ("proof", PROOFS), ("derived", DERIVED)):
-            if getattr(made, name) not in allowed:
+            if getattr(made, name) not in (None, *allowed):
                 raise InvalidArgument(f"{name}: {getattr(made, name)!r} is none of {', '.join(allowed)}", culprit=name)
         if made.restores and (not made.in_arenas or made.proof == "require"):
             raise InvalidArgument(f"restore: 'on' with arena {made.arena!r} and proof {made.proof!r}: it needs an arena, and not all of the proof", culprit="restore")

@@ -338,13 +338,12 @@ def decide(
     """
     held = _held(model)
     why = _reasons(model, held, inside)
-    failed = {**getattr(model, derived.COMPARED, {}), **failed}
     why.update({entry.name: reason for entry in held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
     captured = _capture(model, manifest, held, inside, processed=lambda name: False)
     fed = _fed(model, captured, inside)
     if fed:
         captured = _capture(model, manifest, held, inside, processed=lambda name: False, fed=fed)
-    requantised = _requantised(model, manifest, held, captured, fed, why, settings, inside)
+    requantised = _requantised(model, manifest, held, captured, fed, why, settings, device, inside)
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with a processed one.
     module_of = {entry.name: id(entry.module) for entry in held}
     modules = {module_of[name] for name in (*captured.processed, *why)} - {id(entry.module) for entry in requantised}
@@ -382,7 +381,7 @@ def _fed(model: Any, captured: Any, inside: Any) -> dict[str, str]:
 
 def _requantised(
     model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], captured: Any, fed: dict[str, str], why: dict[str, str],
-    settings: Settings, inside: Any,
+    settings: Settings, device: Any, inside: Any,
 ) -> list[Requantised]:  # fmt: skip
     """The modules whose values and scales can be written as derived tensors. `fed`: of _fed(). `why`: gets, by parameter, why those of other modules
     can't be."""
@@ -393,6 +392,7 @@ def _requantised(
         for target in targets:
             taken.setdefault(target, []).append(tensors[name])
     of_fed = {module_of[parameter] for parameter in fed.values()}
+    compared: dict[str, dict[str, str]] = getattr(model, derived.COMPARED, {})
     found = []
     for name, module in model.named_modules():
         quantised = [each for each in inside.quantised(module) if each.kind or id(module) in of_fed]
@@ -400,20 +400,19 @@ def _requantised(
         if not own or any(entry.name in why for entry in own):
             continue
         try:
-            found.append(_requantised_one(name, module, quantised, own, captured, taken.get(id(module), []), fed, settings))
+            kinds = derived.kinds_left(quantised[0].kinds(settings.derived, device), compared.get(name, {}))
+            found.append(_requantised_one(name, module, quantised, kinds, own, captured, taken.get(id(module), []), fed))
         except NotDerived as reason:
             why.update({f"{name}.{parameter}": f"is not derived: {reason}" for each in quantised for parameter in (each.values, each.scales)})
     return found
 
 
 def _requantised_one(
-    name: str, module: Any, quantised: Sequence[Quantised], own: Sequence[_Entry], captured: Any, taken: list[TensorSpec], fed: dict[str, str],
-    settings: Settings,
+    name: str, module: Any, quantised: Sequence[Quantised], kinds: tuple[str, ...], own: Sequence[_Entry], captured: Any, taken: list[TensorSpec],
+    fed: dict[str, str],
 ) -> Requantised:  # fmt: skip
-    """`own`: what the module holds. `taken`: the checkpoint's tensors that it takes. Raises NotDerived."""
-    if settings.derived == derived.OFF:
-        raise NotDerived("the engine's setting derived is 'off'")
-    made = Requantised(name, module, [], taken)
+    """`kinds`: as in Requantised. `own`: what the module holds. `taken`: the checkpoint's tensors that it takes. Raises NotDerived."""
+    made = Requantised(name, module, [], taken, kinds)
     for each in quantised:
         values = f"{name}.{each.values}"
         loaded = captured.processed.get(values)
@@ -427,7 +426,7 @@ def _requantised_one(
             made.loads.update({source: {"values": source, "scales": source.removesuffix(each.values) + each.scales} for source in sources})
         if loaded is None or values in captured.unfilled:
             raise NotDerived(f"'{each.values}' gets no tensors of the checkpoint, or not all of its elements")
-        made.parts += derived.parts_of(each, each.kind or settings.derived, module, loaded, captured.tensors)
+        made.parts += derived.parts_of(each, kinds[0], module, loaded, captured.tensors)
     filled = {copy.parameter for copy in captured.direct} | made.summary().keys()
     other = next((entry.name for entry in own if entry.is_parameter and entry.name not in filled), None)
     if other is not None:

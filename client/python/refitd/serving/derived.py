@@ -7,6 +7,7 @@ engine's own loader and post-processing quantise made-up tensors beside the mode
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +24,12 @@ from ..layout.memory import torch_dtype
 from . import proof
 from .ahead import Portion
 
-# The value of Settings.derived by which nothing is derived.
-OFF = "off"
-# The attribute of a model that has, by module, why its quantisation differs from that of refits; "": it was compared, and is the same.
+# Values of Settings.derived: the engine's own quantisation is derived; nothing is.
+ON, OFF = "on", "off"
+# The attribute of a model that has, by module and kind, why its quantisation differs from that of refits; "": it was compared, and is the same.
 COMPARED = "_refitd_compared"
+# What torch's function of a kind may be on CUDA, compiled by Inductor or not (docs/derived.md).
+_ON_CUDA = {"fp8_block": ("fp8_block_inductor", "fp8_block_cuda", "fp8_block")}
 _BLOCK = 128
 # derive() computes about this many elements in one call, and runs so many calls at a time.
 _ELEMENTS, _THREADS = 1 << 20, 16
@@ -37,8 +40,8 @@ logger = logging.getLogger("refitd.serving.derived")
 
 @dataclass(frozen=True)
 class Quantised:
-    """What a module's quantisation method makes of a weight. `kind`: of refitd.Derived; None: it makes nothing, because the checkpoint has values and scales
-    in blocks, of which refits can make either kind (Settings.derived). `values`: the parameter that the loader fills, and that has the
+    """What a module's quantisation method makes of a weight. `kind`: of refitd.Derived, as it is on a CPU; None: it makes nothing, because the checkpoint
+    has values and scales in blocks, of which refits can make several kinds. `values`: the parameter that the loader fills, and that has the
     values afterwards; `scales`: that with the scales. `transposed`: whether the values have the weight's last two dimensions in the other order."""
 
     kind: str | None
@@ -46,9 +49,26 @@ class Quantised:
     scales: str
     transposed: bool = False
 
+    def kinds(self, setting: str | None, device: Any) -> tuple[str, ...]:
+        """The kinds that it may be on the device, in the order in which they are compared. `setting`: Settings.derived. Raises NotDerived where that
+        says no."""
+        if setting == OFF or (self.kind is not None and setting != ON):
+            raise NotDerived(f"the engine's setting derived is {setting!r}" if setting else "the engine's setting derived is not 'on'")
+        if self.kind is None:
+            return ("fp8_block" if setting is None or setting == ON else setting,)
+        return _ON_CUDA.get(self.kind, (self.kind,)) if device.type == "cuda" else (self.kind,)
+
 
 class NotDerived(Exception):
     """Why a module's parameters can't be written as derived tensors."""
+
+
+def kinds_left(kinds: Sequence[str], compared: Mapping[str, str]) -> tuple[str, ...]:
+    """The kinds that are not known to differ. `compared`: of the module, in COMPARED. Raises NotDerived: there is none."""
+    left = tuple(kind for kind in kinds if not compared.get(kind))
+    if not left:
+        raise NotDerived("; ".join(dict.fromkeys(f"it {compared[kind]}" for kind in kinds)))
+    return left
 
 
 @dataclass(frozen=True)
@@ -68,13 +88,15 @@ class Part:
 
 @dataclass
 class Requantised:
-    """A module whose values and scales are written in place. `tensors`: the checkpoint's that its loader takes. `loads`: by tensor that trainers hold and
-    the engine's loader takes as values and scales, the names of these; then there is nothing to compare."""
+    """A module whose values and scales are written in place. `tensors`: the checkpoint's that its loader takes. `kinds`: what its quantisation may be; `parts`
+    are of the first. `loads`: by tensor that trainers hold and the engine's loader takes as values and scales, the names of these; then
+    there is nothing to compare."""
 
     name: str
     module: Any = field(repr=False)
     parts: list[Part] = field(repr=False)
     tensors: list[TensorSpec] = field(repr=False)
+    kinds: tuple[str, ...] = ()
     loads: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
 
     def summary(self) -> dict[str, str]:
@@ -165,12 +187,14 @@ def _check_blocks(source: TensorSpec, copy: Copy, at: tuple[int, ...], shape: tu
 
 
 def derive(spec: TensorSpec, source: Any, offset: Sequence[int] | None = None, extent: Sequence[int] | None = None) -> Any:
-    """A box of a derived tensor, made by the library on the host, by several threads. `source`: the whole source. Raises FailedPrecondition that names a
-    source that can't be quantised."""
+    """A box of a derived tensor, on the host, made there by the library, by several threads. `source`: the whole source. Raises FailedPrecondition that
+    names a source that can't be quantised."""
     import torch
 
     begin = (0,) * len(spec.shape) if offset is None else tuple(offset)
     box = tuple(spec.shape if extent is None else extent)
+    if spec.derived is not None and spec.derived.kind == "fp8_block_inductor":
+        return _derive_compiled(spec.derived.role, source.detach(), begin, box)
     given = source.detach().cpu().contiguous()
     made = torch.empty(box, dtype=torch_dtype(spec.dtype))
     tensors, derivations = TensorList([spec]), DerivedList([spec])
@@ -188,6 +212,44 @@ def derive(spec: TensorSpec, source: Any, offset: Sequence[int] | None = None, e
         starts = [begin[0], *range(begin[0] - begin[0] % step + step, end, step)]
         list(pool.map(make, starts, (after - first for first, after in zip(starts, [*starts[1:], end]))))
     return made
+
+
+def _derive_compiled(role: str, source: Any, begin: Sequence[int], box: Sequence[int]) -> Any:
+    """derive() of whole blocks by fp8_block_inductor, which only GPUs compute: on the source's device. Raises NotDerived where that can't."""
+    import torch
+
+    reciprocal, why = _approximate_reciprocal(source.device)
+    if reciprocal is None:
+        raise NotDerived(why)
+    size = _BLOCK if role == "scales" else 1
+    part = source[tuple(slice(first * size, (first + count) * size) for first, count in zip(begin, box))]
+    rows, columns = part.shape
+    padded = torch.zeros([-(-n // _BLOCK) * _BLOCK for n in part.shape], dtype=part.dtype, device=part.device)
+    padded[:rows, :columns] = part
+    blocks = padded.view(padded.shape[0] // _BLOCK, _BLOCK, -1, _BLOCK)
+    scales = blocks.abs().amax(dim=(1, 3), keepdim=True).float().clamp(1e-4) * (1 / 448)
+    if role == "scales":
+        return scales.view(blocks.shape[0], blocks.shape[2]).cpu()
+    factor = reciprocal(scales.flatten()).view(scales.shape)
+    values = (blocks.float() * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values.view(padded.shape)[:rows, :columns].cpu().contiguous()
+
+
+@functools.cache
+def _approximate_reciprocal(device: Any) -> tuple[Callable[[Any], Any] | None, str]:
+    """1 / x as Inductor compiles it for GPUs, by rcp.approx.f32; None, and why, where the device or torch's settings do not have that."""
+    import torch
+
+    function = torch.compile(lambda x: 1.0 / x, dynamic=True)
+    x = torch.linspace(1, 2, 1 << 12, device=device)
+    try:
+        if bool((function(x) != 1.0 / x).any()):
+            return function, ""
+        why = "torch.compile makes the nearest reciprocals here, and not those of rcp.approx.f32"
+    except Exception as error:  # compilers may be missing
+        why = f"torch.compile fails: {type(error).__name__}: {error}"
+    logger.warning("refitd: nothing is derived as fp8_block_inductor: %s", why)
+    return None, why
 
 
 class _Made:
@@ -222,18 +284,25 @@ def as_loaded(
 
 def _trial(spec: TensorSpec, device: Any) -> Any:
     """Made-up numbers on which ways of quantising differ: of sizes that differ by bands of rows and within them, some too small for a scale of their own, with blocks and
-    rows of zeros, and with largest numbers of which scales are powers of two, so that many numbers lie in the middle of two values."""
+    rows of zeros, and with rows whose largest numbers have powers of two as scales. Reciprocals that differ in the last bit make other values only of
+    numbers that lie in the middle of two values. So some blocks have one row of all middles, as near as bfloat16 comes; the 128 mantissas of the
+    largest number take turns, the multiples of 7 first, with which bfloat16 comes near most."""
     import torch
 
     made = proof.values(spec, 1, device)
     if made.dim() != 2 or not made.dtype.is_floating_point:
         return made
-    row = torch.arange(made.shape[0], device=device)
+    row, column = (torch.arange(n, device=device) for n in made.shape)
     band = row // _BLOCK + 1
     size = torch.exp2(-(band * 11 % 31 + 12 * (row % 16 == 9)).float())[:, None]
     wide = made.float() * (4 * made.shape[1] ** 0.5) * size
     anchors = (row % 2 == 1) & (band % 2 == 1)
     wide[:, ::_BLOCK] = torch.where(anchors[:, None], 448 * size, wide[:, ::_BLOCK])
+    tied = (anchors & (row % _BLOCK == 3)).nonzero()
+    block = tied // (2 * _BLOCK) * -(-made.shape[1] // _BLOCK) + column // _BLOCK
+    served = torch.arange(127, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
+    middles = torch.cat([served[-1:], (served[1:] + served[:-1]) / 2, served[-1:]])
+    wide[tied[:, 0]] = (128 + (5 + 7 * block) % 128) / 128 * middles[column % _BLOCK] * size[tied[:, 0]]
     wide[band % 4 == 2, :_BLOCK] = 0
     wide[row == 5] = 0
     return wide.to(made.dtype)
@@ -250,7 +319,7 @@ def compare(
     """Compares what the engine makes of made-up weights with what refits make of them, for modules that were not compared yet, and notes the outcome in
     the model. Returns whether all of `found` may be written in place. `refused`: names of other modules that quantise. `quantise`: quantises a portion
     of tensors into the memory beside the model. `agree`: as in Probe. Ranks that compute together call this alike."""
-    compared: dict[str, str] = getattr(model, COMPARED, {})
+    compared: dict[str, dict[str, str]] = getattr(model, COMPARED, {})
     object.__setattr__(model, COMPARED, compared)
     elsewhere = agree(refused)
     new: dict[str, str] = {}
@@ -259,13 +328,17 @@ def compare(
             new[entry.name] = "is not derived on another rank"
         elif entry.loads:
             new[entry.name] = ""
-        elif entry.name not in compared:
+        elif entry.kinds[0] not in compared.get(entry.name, {}):
             new[entry.name] = _difference(entry, quantise, device)
-    for name, why in new.items():
-        if why:
-            logger.warning("refitd: module '%s' is processed: it %s", name, why)
+        if new.get(entry.name):
+            level = logging.INFO if len(entry.kinds) > 1 else logging.WARNING
+            logger.log(level, "refitd: module '%s' is not derived as %s: it %s", entry.name, entry.kinds[0], new[entry.name])
     wrong = agree({name for name, why in new.items() if why})
-    compared.update({name: why or ("differs on another rank" if name in wrong else "") for name, why in new.items()})
+    for entry in found:
+        if entry.name in new:
+            why = new[entry.name] or ("differs on another rank" if entry.name in wrong else "")
+            kinds = entry.kinds if entry.name in elsewhere else entry.kinds[:1]
+            compared.setdefault(entry.name, {}).update(dict.fromkeys(kinds, why))
     return not wrong
 
 
@@ -273,16 +346,16 @@ def _difference(entry: Requantised, quantise: Callable[[Portion, Mapping[str, An
     """The first element that the module quantises otherwise than refits do, as text; "": there is none."""
     given = {spec.name: _trial(spec, device) for spec in entry.tensors}
     portion = Portion({entry.name: entry.module}, dict(given))
+    derivations = {part.spec.name: part.spec.derived for part in entry.parts if part.spec.derived is not None}
     try:
         portion.allocate()
-        quantise(portion, given)
+        quantise(portion, given)  # first, since ranks may compute this together
+        made_by_refits = [derive(part.spec, given[derivations[part.spec.name].source.name], part.offset, part.extent) for part in entry.parts]
     except Exception as error:  # the inside of another version of the engine may differ
-        return f"can't be compared: {type(error).__name__}: {error}"
+        return f"can't be compared with {entry.kinds[0]}: {type(error).__name__}: {error}"
     made = portion.made[entry.name][0]
-    for part in entry.parts:
-        derived = part.spec.derived
-        assert derived is not None
-        expected = derive(part.spec, given[derived.source.name], part.offset, part.extent)
+    for part, expected in zip(entry.parts, made_by_refits):
+        derived = derivations[part.spec.name]
         held = made[part.parameter].detach()
         engine = held.as_strided(part.extent, part.strides, held.storage_offset() + part.first).cpu().contiguous()
         differs = (engine.view(_bits(engine)) != expected.view(_bits(expected))).flatten().nonzero()
