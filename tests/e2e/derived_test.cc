@@ -20,7 +20,7 @@ using Catch::Contains;
 
 constexpr int kRanks = 2;
 
-// Which slices trainers hold.
+// Each value names the slices that trainers hold.
 enum class Cut {
   kRows,     // halves, of whole blocks
   kColumns,  // halves, which cut blocks

@@ -114,6 +114,22 @@ def check_five_versions(*arguments: Any, **options: Any) -> dict[str, Any]:
     return support.check_five_versions(EngineProcess, *arguments, **options)
 
 
+def delivered_by(kind: type[CheckpointTrainer], checkpoints: list[Path], daemon: Any, tmp_path: Path) -> dict[str, Any]:
+    """How versions reach an engine that quantises by channels, which took the second checkpoint from such a trainer and holds what a fresh engine holds."""
+    options: dict[str, Any] = dict(dtype="bfloat16", quantization="fp8_per_channel")
+    expected = support.fresh(EngineProcess, checkpoints[1], tmp_path, **options)
+    trainer = kind(daemon.socket, checkpoints[0])
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), **options) as engine:
+            engine.started()
+            update(engine, trainer, 1, checkpoints[1])
+            support.check_holds(engine, expected, 1)
+            delivery: dict[str, Any] = engine.call("status")[0]["delivery"]
+            return delivery
+    finally:
+        trainer.close()
+
+
 def linear(delivery: dict[str, Any], scales: str) -> set[str]:
     """The values and scales of layers that quantise."""
     listed = {*delivery["direct"], *delivery["processed"]}
@@ -177,20 +193,10 @@ def test_a_restarted_engine_has_its_derived_tensors(folder: Path, daemon: Any, t
 
 def test_an_engine_that_quantises_takes_pushes_unless_it_is_told_to_derive(folder: Path, daemon: Any, tmp_path: Path) -> None:
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
-    options: dict[str, Any] = dict(dtype="bfloat16", quantization="fp8_per_channel")
-    expected = support.fresh(EngineProcess, checkpoints[1], tmp_path, **options)
-    trainer = PushingTrainer(daemon.socket, checkpoints[0])
-    try:
-        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), **options) as engine:
-            engine.started()
-            update(engine, trainer, 1, checkpoints[1])
-            support.check_holds(engine, expected, 1)
-            delivery = engine.call("status")[0]["delivery"]
-            processed = linear(delivery, "weight_scale") & delivery["processed"].keys()
-            assert not delivery["derived"] and len(processed) == 16, delivery
-            assert all("setting derived is not 'on'" in delivery["processed"][name] for name in processed), delivery
-    finally:
-        trainer.close()
+    delivery = delivered_by(PushingTrainer, checkpoints, daemon, tmp_path)
+    processed = linear(delivery, "weight_scale") & delivery["processed"].keys()
+    assert not delivery["derived"] and len(processed) == 16, delivery
+    assert all("setting derived is not 'on'" in delivery["processed"][name] for name in processed), delivery
 
 
 def test_weights_that_the_engine_casts_before_it_quantises_are_processed(folder: Path, daemon: Any, tmp_path: Path, derives: None) -> None:
@@ -201,18 +207,8 @@ def test_weights_that_the_engine_casts_before_it_quantises_are_processed(folder:
         loaded = load_file(path / "model.safetensors")
         tensors = {name: tensor if "_proj." in name else tensor.bfloat16() for name, tensor in loaded.items()}
         save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    options: dict[str, Any] = dict(dtype="bfloat16", quantization="fp8_per_channel")
-    expected = support.fresh(EngineProcess, checkpoints[1], tmp_path, **options)
-    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
-    try:
-        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon), **options) as engine:
-            engine.started()
-            update(engine, trainer, 1, checkpoints[1])
-            support.check_holds(engine, expected, 1)
-            delivery = engine.call("status")[0]["delivery"]
-            assert not delivery["derived"] and "is not derived" in delivery["processed"]["model.layers.0.mlp.down_proj.weight"], delivery
-    finally:
-        trainer.close()
+    delivery = delivered_by(CheckpointTrainer, checkpoints, daemon, tmp_path)
+    assert not delivery["derived"] and "is not derived" in delivery["processed"]["model.layers.0.mlp.down_proj.weight"], delivery
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -621,7 +621,8 @@ class CopyPlanner {
   static const BoundPiece& PlaceOf(const BoundPiece& source) {
     return source.held == nullptr ? source : source.held->parts.front();
   }
-  // Where a device reaches the parts of a computed piece. `first`: of the first one.
+  // Returns the addresses at which a device reaches the parts of a computed piece. `first`: that of
+  // the first part.
   absl::StatusOr<std::vector<uint64_t>> PartsOn(int device, const HeldPiece& held, uint64_t first) {
     std::vector<uint64_t> addresses = {first};
     for (size_t i = 1; i < held.parts.size(); ++i) {
@@ -635,7 +636,7 @@ class CopyPlanner {
   }
 
   absl::Status AddMove(const BoundMove& move) {
-    Endpoint& source = SourceOf(*move.source);
+    Endpoint& source = sources_[Number(*move.source)];
     Endpoint& destination = destinations_[move.sum];
     REFITD_ASSIGN_OR_RETURN(const int from, source.Device(PlaceOf(*move.source), addresses_));
     REFITD_ASSIGN_OR_RETURN(const int to, destination.Device(*move.destination, addresses_));
@@ -744,10 +745,6 @@ class CopyPlanner {
       devices_[device].Add(device, pass);
     }
     return absl::OkStatus();
-  }
-
-  Endpoint& SourceOf(const BoundPiece& piece) {
-    return sources_[static_cast<size_t>(&piece - transfer_.source.data())];
   }
 
   const Transfer& transfer_;

@@ -190,7 +190,7 @@ TEST_CASE("a block is computed of parts in host memory and on two devices") {
   INFO(result.status);
   REQUIRE(result.status.ok());
 
-  // What the host makes of one part.
+  // The host must make the same of one part.
   std::vector<char> whole = bytes_of(0, 256);
   std::vector<char> expected = empty;
   piece.held = std::make_shared<HeldPiece>(HeldPiece{derivation, {part(0, 256, whole.data())}});

@@ -1,5 +1,5 @@
-// What the tests of derived tensors share: what trainers hold of a tensor, as one piece or cut into
-// parts as shards cut it.
+// The tests of derived tensors share this: it makes what trainers hold of a tensor, as one piece or
+// cut into parts as shards cut it.
 #ifndef REFITD_TRANSPORT_DERIVE_HELD_TESTING_H_
 #define REFITD_TRANSPORT_DERIVE_HELD_TESTING_H_
 

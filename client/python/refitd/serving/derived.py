@@ -28,7 +28,7 @@ from .ahead import Portion
 ON, OFF = "on", "off"
 # The attribute of a model that has, by module and kind, why its quantisation differs from that of refits; "": it was compared, and is the same.
 COMPARED = "_refitd_compared"
-# What torch's function of a kind may be on CUDA, compiled by Inductor or not (docs/derived.md).
+# On CUDA a kind's function may have the bits of any of these kinds: it depends on whether Inductor compiles it (docs/derived.md).
 _ON_CUDA = {"fp8_block": ("fp8_block_inductor", "fp8_block_cuda", "fp8_block")}
 _BLOCK = 128
 # derive() computes about this many elements in one call, and runs so many calls at a time.
