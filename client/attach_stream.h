@@ -108,8 +108,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
   // The stream's end may arrive after the answer, so this waits for it, up to `limit`; longer if
   // the answer says that there is no such lease (UNAUTHENTICATED), because then the end is certain
   // to come.
-  absl::Status EndBehind(std::string_view what, const absl::Status& answer, Duration limit) {
-    if (!MayTellOfEnd(answer)) return absl::OkStatus();
+  absl::Status LeaseEndBehind(std::string_view what, const absl::Status& answer, Duration limit) {
+    if (!MayMeanLeaseEnded(answer)) return absl::OkStatus();
     const bool certain = absl::IsUnauthenticated(answer);
     if (!AwaitEnd(After(certain ? kCertainEndFactor * limit : limit))) {
       if (!certain) return absl::OkStatus();
@@ -164,8 +164,8 @@ class AttachStream final : public grpc::ClientBidiReactor<Out, In> {
         this->OnDone(std::declval<const grpc::Status&>())));
   }
 
-  // Whether a call may have got this answer, from the daemon or gRPC, because its lease has ended.
-  static bool MayTellOfEnd(const absl::Status& answer) {
+  // Whether the end of the lease may be the reason of this answer, which is the daemon's or gRPC's.
+  static bool MayMeanLeaseEnded(const absl::Status& answer) {
     switch (answer.code()) {
       case absl::StatusCode::kUnauthenticated:
       case absl::StatusCode::kUnavailable:

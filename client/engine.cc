@@ -356,7 +356,7 @@ absl::Status EngineImpl::Register(Layout layout) {
     if (status.ok()) status = Register(session.get(), layout, std::move(arenas), withdraws);
   }
   if (status.ok()) return status;
-  const absl::Status end = session->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
+  const absl::Status end = session->stream->LeaseEndBehind("RegisterLayout", status, kCleanupLimit);
   if (end.ok()) return status;
   if (!reattaches() || !DaemonGone(end)) return end;
   return WithFailureOf(end, Error(absl::StatusCode::kUnavailable,

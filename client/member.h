@@ -185,7 +185,7 @@ class Member : public Interface {
     absl::StatusOr<std::shared_ptr<Region>> region = make();
     if (region.ok()) return region;
     REFITD_RETURN_IF_ERROR(
-        lease->stream->EndBehind("registering a region", region.status(), kCleanupLimit));
+        lease->stream->LeaseEndBehind("registering a region", region.status(), kCleanupLimit));
     return region;
   }
 

@@ -21,8 +21,8 @@ namespace {
 // Tensors up to this size are copied with the interpreter lock held; letting it go and taking it
 // again costs more.
 constexpr int64_t kMostBytesLocked = 256 << 10;
-constexpr int kFastCall = 0x80;    // METH_FASTCALL
-constexpr int64_t kReadAhead = 8;  // entries that the processor is asked for early
+constexpr int kFastCall = 0x80;           // METH_FASTCALL
+constexpr int64_t kPrefetchDistance = 8;  // how many entries ahead of the current one
 
 // PyMethodDef, of the stable ABI.
 struct MethodDef {
@@ -569,8 +569,8 @@ int64_t refit_python_first_rebound(void* const* dicts, void* const* keys, void* 
   if (!Global().ready) return 0;
   const PythonFunctions& py = Global().py;
   for (int64_t i = 0; i < count; ++i) {
-    if (i + 2 * kReadAhead < count) Prefetch(dicts[i + 2 * kReadAhead]);
-    if (i + kReadAhead < count) ReadDictAhead(dicts[i + kReadAhead]);
+    if (i + 2 * kPrefetchDistance < count) Prefetch(dicts[i + 2 * kPrefetchDistance]);
+    if (i + kPrefetchDistance < count) ReadDictAhead(dicts[i + kPrefetchDistance]);
     void* value = py.dict_get(dicts[i], keys[i]);
     if (value == nullptr) Failed();  // the key is missing, or can't be compared
     if (value != values[i]) return i;
@@ -582,8 +582,9 @@ int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, voi
                                    int64_t count) {
   if (!Global().ready) return 0;
   for (int64_t i = 0; i < count; ++i) {
-    if (i + 2 * kReadAhead < count) __builtin_prefetch(dicts[i + 2 * kReadAhead]);
-    if (i + kReadAhead < count && sizes[i + kReadAhead] > 0) ReadDictAhead(dicts[i + kReadAhead]);
+    if (i + 2 * kPrefetchDistance < count) __builtin_prefetch(dicts[i + 2 * kPrefetchDistance]);
+    if (i + kPrefetchDistance < count && sizes[i + kPrefetchDistance] > 0)
+      ReadDictAhead(dicts[i + kPrefetchDistance]);
     if (!HasEntries(dicts[i], entries, sizes[i])) return i;
     entries += 2 * sizes[i];
   }

@@ -74,14 +74,14 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
                                 bool* untaken = nullptr) {
     if (absl::Status end = stream->status(); !end.ok()) {
       if (untaken != nullptr) *untaken = true;
-      return stream->EndBehind(what, absl::UnauthenticatedError(""), kCleanupLimit);
+      return stream->LeaseEndBehind(what, absl::UnauthenticatedError(""), kCleanupLimit);
     }
     *request.mutable_lease() = connection->lease();
     auto response =
         CallAndWait<Stub, Request, Response>(async(), method, std::move(request), deadline, what);
     if (response.ok()) return response;
     if (untaken != nullptr) *untaken = absl::IsUnauthenticated(response.status());
-    REFITD_RETURN_IF_ERROR(stream->EndBehind(what, response.status(), kCleanupLimit));
+    REFITD_RETURN_IF_ERROR(stream->LeaseEndBehind(what, response.status(), kCleanupLimit));
     return NameDaemon(what, connection->socket(), response.status());
   }
 
@@ -314,7 +314,8 @@ absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
           const absl::Status& status, const v1::PushBucketResponse&) {
         // This is gRPC's thread, which also brings the lease's end, so it must not wait for that
         // end.
-        const absl::Status end = self->core_->stream->EndBehind("push", status, Duration::zero());
+        const absl::Status end =
+            self->core_->stream->LeaseEndBehind("push", status, Duration::zero());
         self->Answered(
             ticket, source.get(), keep_error, done,
             end.ok() ? NameDaemon("push", self->core_->connection->socket(), status) : end);
@@ -416,7 +417,7 @@ class UpdateImpl final : public Update {
 
  private:
   void GoOut() {
-    if (!ended_) (void)EndByAbort("the trainer gave the update up without Commit");
+    if (!ended_ && !over_) (void)EndByAbort("the trainer gave the update up without Commit");
     // The daemon answers a push when it no longer reads its source; after all answers no callback
     // is left to run.
     if (pushes_->WaitAnswered(After(kCleanupLimit))) return;
@@ -440,8 +441,8 @@ class UpdateImpl final : public Update {
   const TimePoint deadline_;       // end of the update, by this process's clock
   const TimePoint call_deadline_;  // later, so that the daemon's own answer comes before it
   const std::shared_ptr<Pushes> pushes_;
-  bool ended_ = false;  // true: committed or aborted, so nothing is left to abort
-  bool over_ = false;   // the daemon has said that the update has ended there
+  bool ended_ = false;  // committed, or aborted by this trainer
+  bool over_ = false;   // an answer to Abort has said that the update has ended at the daemon
 };
 
 absl::Status UpdateImpl::Push(Bucket bucket) {
@@ -472,7 +473,7 @@ absl::Status UpdateImpl::Push(Bucket bucket) {
   // From now on only the caller holds the source, and may free it after destroying its Region (P8).
   pushes_->DropRetired();
   if (status.ok()) return status;
-  REFITD_RETURN_IF_ERROR(core_->stream->EndBehind("push", status, kCleanupLimit));
+  REFITD_RETURN_IF_ERROR(core_->stream->LeaseEndBehind("push", status, kCleanupLimit));
   return status;
 }
 
@@ -499,7 +500,7 @@ absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::m
   const auto mapped = core_->connection->Pool(Access::kReadWrite);
   if (!mapped.ok()) {
     REFITD_RETURN_IF_ERROR(
-        core_->stream->EndBehind("mapping the slots", mapped.status(), kCleanupLimit));
+        core_->stream->LeaseEndBehind("mapping the slots", mapped.status(), kCleanupLimit));
     return mapped.status();
   }
   const std::shared_ptr<const SlotMemory>& pool = *mapped;
@@ -613,7 +614,7 @@ absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
       &Stub::Abort, std::move(request), After(kCleanupLimit), "Abort");
   if (response.ok()) ended_ = true;
   // FAILED_PRECONDITION: the update was over before.
-  over_ = response.ok() || absl::IsFailedPrecondition(response.status());
+  over_ = over_ || response.ok() || absl::IsFailedPrecondition(response.status());
   return response.status();
 }
 
@@ -849,7 +850,7 @@ absl::Status TrainerImpl::Register(Layout layout) {
     std::shared_ptr<Core> core;
     const absl::Status status = RegisterNow(layout, &core);
     if (status.ok()) return status;
-    const absl::Status end = core->stream->EndBehind("RegisterLayout", status, kCleanupLimit);
+    const absl::Status end = core->stream->LeaseEndBehind("RegisterLayout", status, kCleanupLimit);
     if (end.ok()) return status;
     // It does not matter whether the daemon had taken the layout, because the daemon dropped the
     // layout with the lease.

@@ -76,10 +76,10 @@ struct Invocation {
   std::optional<std::string> print;
 };
 
-// `argv` does not contain the program's name. Variables that are no setting are ignored, whatever
-// their prefix, since service discovery makes some. INVALID_ARGUMENT names the place
-// (file:line:column, variable or flag), field and value. NOT_FOUND or PERMISSION_DENIED: the file.
-// All errors mean kExitUsage.
+// `argv` does not contain the program's name. Variables that match no setting are ignored, even if
+// they begin with REFITD_, because Kubernetes sets such variables for a service of that name.
+// INVALID_ARGUMENT names the place (file:line:column, variable or flag), field and value; NOT_FOUND
+// and PERMISSION_DENIED say that the file can't be read. For all errors main exits with kExitUsage.
 absl::StatusOr<Invocation> LoadConfig(const std::vector<std::string>& argv,
                                       const std::map<std::string, std::string>& environment);
 

@@ -104,7 +104,7 @@ DaemonOptions DaemonOptionsOf(const Config& config) {
   options.advertise = config.peers().advertise();
   options.peers.peer = Ms(config.peers().silence_ms());
   options.peers.wire = Ms(config.peers().wire_ms());
-  // A daemon that updates leave out gets its versions by catch-ups.
+  // Updates leave out slow daemons only if catch-ups bring these the versions later.
   if (config.catch_ups()) options.peers.slow = Ms(config.peers().relay_slow_ms());
   options.keep_readiness = Ms(config.peers().readiness_ms());
   options.group.default_duration = Ms(limits.default_duration_ms());

@@ -228,8 +228,11 @@ class Membership {
   std::map<MemberId, Member> members_;
   std::map<int, MemberId> trainers_;           // by rank
   std::map<std::string, Instance> instances_;  // by name
+  // Names of instances whose standing may have changed since it was asked for last.
   std::set<std::string> restood_;
-  std::map<NodeId, std::string> kept_out_;  // nodes with members, and why
+  // Nodes whose instances updates leave out, with the reason. An entry goes with the node's last
+  // member.
+  std::map<NodeId, std::string> kept_out_;
   const std::shared_ptr<TensorTable> declared_;
   absl::Status last_refusal_;
   uint64_t changes_ = 0;

@@ -122,7 +122,7 @@ struct MemberRecord {
   std::map<RegionId, RegionRecord> regions;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
-  UnnamedBytes unnamed;  // of `layout`
+  UnnamedBytes unnamed;  // the bytes of regions with backs in which no piece of `layout` lies
   // Engines: how often commits have exchanged regions and backs, in this lease.
   uint64_t flips = 0;
   uint64_t incarnation = 0;  // the group's when the member attached

@@ -156,7 +156,8 @@ void PeerServer::Admit(PeerSessions::Waiting peer, StateLock& lock) {
   up.coordinator_id = state_.options.daemon_id;
   up.protocol = peer.hello.protocol;
   peer.session->Accept(up);
-  // A daemon of the group reached this one under that name, so members here may name it as well.
+  // The peer reached this daemon under the name peer.hello.coordinator. If members of this daemon
+  // name their coordinator so too, they mean this daemon.
   if (!peer_client_.CoordinatorOf(peer.hello.coordinator).empty()) {
     group->named = peer.hello.coordinator;
   }

@@ -186,16 +186,18 @@ inline constexpr std::array kRpcs = {
 
 constexpr const RpcEntry& EntryOf(Rpc rpc) { return kRpcs[static_cast<size_t>(rpc)]; }
 
-constexpr bool RpcsAreInOrder() {
+// Whether entry i is of Rpc i, every Rpc has an entry, and those entries have roles whose scope
+// needs one.
+constexpr bool RpcTableIsValid() {
   for (size_t i = 0; i < kRpcs.size(); ++i) {
     const RpcEntry& entry = kRpcs[i];
     if (static_cast<size_t>(entry.rpc) != i) return false;
-    const bool asks = entry.scope != RpcScope::kKnown && entry.scope != RpcScope::kLease;
-    if (asks == entry.roles.empty()) return false;
+    const bool needs_role = entry.scope != RpcScope::kKnown && entry.scope != RpcScope::kLease;
+    if (needs_role == entry.roles.empty()) return false;
   }
   return kRpcs.size() == static_cast<size_t>(Rpc::kReflectionInfo) + 1;
 }
-static_assert(RpcsAreInOrder());
+static_assert(RpcTableIsValid());
 
 }  // namespace refitd
 

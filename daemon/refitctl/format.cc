@@ -94,7 +94,8 @@ std::string Table::ToString() const {
 }
 
 void ProgressMeter::Add(double elapsed_seconds, int64_t bytes) {
-  // Several updates may be reported with one clock reading; the newest count is the right one.
+  // Several reports may carry the same time; the largest number of bytes is kept, since it only
+  // grows.
   if (!samples_.empty() && elapsed_seconds <= samples_.back().seconds) {
     samples_.back().bytes = std::max(samples_.back().bytes, bytes);
     return;

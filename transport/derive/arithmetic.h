@@ -192,7 +192,8 @@ REFITD_DERIVE_CODE float Quotient(float x, float y, float reciprocal) {
   const float near = x * reciprocal;
   const float remainder = __builtin_fmaf(-near, y, x);
   const float quotient = __builtin_fmaf(remainder, reciprocal, near);
-  return FloatOf(BitsOf(quotient) | (BitsOf(x) & 0x80000000));  // the sign of zero
+  // A zero has the sign of x, which the step above loses.
+  return FloatOf(BitsOf(quotient) | (BitsOf(x) & 0x80000000));
 }
 
 // Finds the scale of a block; `amax`: the bits of its largest magnitude. False: the kind has no

@@ -54,7 +54,7 @@ struct DescriptorReply {
   uint32_t magic = kDescriptorMagic;
   uint32_t version = kDescriptorWireVersion;
   uint32_t code = 0;         // a gRPC status code
-  RegionKind region_kind{};  // kTakeKept: by which the side is registered; else 0
+  RegionKind region_kind{};  // kTakeKept: with which the client registers the side; else 0
   uint64_t region_id = 0;
   int64_t bytes = 0;       // of the pool, or the side
   int64_t slot_bytes = 0;  // of the pool

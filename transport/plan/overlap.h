@@ -26,7 +26,7 @@ namespace refitd {
 // Which memory a region is, whoever maps it and however often.
 struct MemoryOrigin {
   enum class Kind : uint8_t {
-    kPrivate,   // memory of this daemon, which is no member's: slots, requests
+    kPrivate,   // the daemon's own memory: slots, and bytes that came with requests
     kFile,      // a memfd, by device and inode
     kBlock,     // a block of device memory that a handle names, by its address in this process
     kExported,  // device memory that a process exported, by that process and its address there

@@ -92,11 +92,11 @@ bool Plain(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return c > 0x20 && c < 0x7F; });
 }
 
-// Whether OpenSSL serves with them: it refuses keys and signatures that are weaker than its
-// security level, which handshakes would tell too late.
+// Checks that OpenSSL accepts the chain and the key. It refuses keys and signatures below its
+// security level; without this check the first handshake would fail.
 absl::Status CheckUsable(const std::vector<X509Ptr>& chain, EVP_PKEY* key,
                          const std::string& path) {
-  // A context takes OpenSSL much longer to make than a connection's end.
+  // One context serves all checks, since making an SSL_CTX takes much longer than making an SSL.
   static SSL_CTX* const context = SSL_CTX_new(TLS_method());
   const SslPtr ssl(context == nullptr ? nullptr : SSL_new(context));
   if (ssl == nullptr) return Error(absl::StatusCode::kInternal, "OpenSSL gives no context");

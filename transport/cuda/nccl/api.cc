@@ -70,10 +70,10 @@ absl::Status NcclApi::Check(std::string_view call, NcclResult result) const {
   if (result == NcclResult::kSuccess || result == NcclResult::kInProgress) {
     return absl::OkStatus();
   }
-  constexpr size_t kMaxWords = 500;  // the most bytes of a message; NCCL's log has the rest
+  constexpr size_t kMaxMessageBytes = 500;  // NCCL's log has the whole message
   const char* text = ncclGetErrorString(result);
-  const char* words = ncclGetLastError != nullptr ? ncclGetLastError(nullptr) : nullptr;
-  std::string last = words != nullptr ? std::string(Shorten(words, kMaxWords)) : "";
+  const char* message = ncclGetLastError != nullptr ? ncclGetLastError(nullptr) : nullptr;
+  std::string last = message != nullptr ? std::string(Shorten(message, kMaxMessageBytes)) : "";
   while (!last.empty() && last.back() == '\n') last.pop_back();
   return Error(CodeOf(result), "{}: {} (result {}){}{}", call, text != nullptr ? text : "unknown",
                static_cast<int>(result), last.empty() ? "" : ": ", last);

@@ -827,8 +827,8 @@ _BACKEND = "_refitd_backend"
 
 
 def answer(manager: Any, request: Any) -> Any:
-    """Carries out a request {"do": "attach" | "take" | "detach" | "status", ...} of `Controls`. Never raises: an exception would end the
-    scheduler, and with it the engine."""
+    """Carries out a request {"do": "attach" | "take" | "detach" | "status", ...} of `Controls`. Returns an error of the request instead of
+    raising it, since an exception would end the scheduler, and with it the engine."""
     import torch
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqOutput
 

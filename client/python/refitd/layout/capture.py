@@ -471,7 +471,7 @@ class _Run:
                 )
             )
         if destination.element_size() != parameter.tensor.element_size():
-            destination = parameter.tensor  # all of it, since it has no elements of this size
+            destination = parameter.tensor  # the whole, since the view's elements have another size than the parameter's
         first = destination.storage_offset() - parameter.tensor.storage_offset()
         self.events.append(_Event(None, parameter, first, tuple(destination.shape), tuple(destination.stride()), None, use))
 
@@ -634,7 +634,7 @@ def _mode_class() -> Any:
             if meta.dtype != source.dtype:
                 why = why or f"is reinterpreted as {meta.dtype} by {func}"
             if meta.is_neg() or meta.is_conj():
-                why = why or f"is computed with, by {func}"
+                why = why or f"is an operand of {func}"
             return lazy(self._run, meta, walk, source.refitd_names, why)
 
         def _copied(self, func: Any, source: Any, args: Any, kwargs: Any) -> Any:
@@ -647,9 +647,10 @@ def _mode_class() -> Any:
             return lazy(self._run, meta, source.refitd_walk, source.refitd_names, why)
 
         def _computed(self, func: Any, lazies: list[Any], args: Any, kwargs: Any) -> Any:
-            """An operation that computes with lazy tensors: what it writes or returns becomes no box."""
+            """Handles an operation that computes new values from lazy tensors. New values are no elements of a checkpoint, so they can't come as
+            boxes: what the operation writes is refused at once, and what it returns is, with the reason, once it is copied into a parameter."""
             names = tuple(dict.fromkeys(name for source in lazies for name in source.refitd_names))
-            why = next((source.refitd_why for source in lazies if source.refitd_why), None) or f"is computed with, by {func}"
+            why = next((source.refitd_why for source in lazies if source.refitd_why), None) or f"is an operand of {func}"
             written = self._written_by(func, args, kwargs)
             self._note_reads(func, args, kwargs, written)
             for target in written:

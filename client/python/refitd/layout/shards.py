@@ -30,6 +30,7 @@ what is equal on all ranks: the shapes, placements and dtypes of DTensors and re
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -459,14 +460,16 @@ def _of_sharded_tensor(name: str, tensor: Any) -> Iterator[_BoundShard]:
     """The shards of a ShardedTensor, which FSDP1's older state dicts have: its metadata lists the boxes."""
     shape = tuple(tensor.size())
     shards = tensor.local_shards()
-    boxes = [(tuple(box.shard_offsets), tuple(box.shard_sizes)) for box in tensor.metadata().shards_metadata]
-    largest = max((prod(extent) for _, extent in boxes), default=0)
-    rows = all(extent[1:] == shape[1:] for _, extent in boxes)
-    if not shards:
+    held: Counter[int] = Counter()  # elements, by rank
+    for box in tensor.metadata().shards_metadata:
+        held[box.placement.rank()] += prod(box.shard_sizes)
+    largest = max(held.values(), default=0)
+    rows = all(tuple(box.shard_sizes[1:]) == shape[1:] for box in tensor.metadata().shards_metadata)
+    if not shards:  # all ranks name the same tensors
         yield _BoundShard(Shard(name, shape, None, None, tensor.dtype, (0, 1), largest, rows), partial(_same, None))
     for shard in shards:
-        held = Shard(name, shape, shard.tensor, tuple(shard.metadata.shard_offsets), None, (0, 1), largest, rows)
-        yield _BoundShard(held, partial(_same, shard.tensor), shard.tensor)
+        whole = Shard(name, shape, shard.tensor, tuple(shard.metadata.shard_offsets), None, (0, 1), largest, rows)
+        yield _BoundShard(whole, partial(_same, shard.tensor), shard.tensor)
 
 
 def _wrong(rank: int, name: str, why: str, kind: type[Error] = InvalidArgument) -> Error:

@@ -139,7 +139,7 @@ def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: 
     placed = {id(tensor) for tensor in adopt_in_arenas((entry.tensor for entry in moved), arenas)}
     if kept is not None and not placed and kept.arenas.taken:
         kept.release()  # it is of another model
-    after = note(placed)  # views of the memory that the parameters had are copies now
+    after = note(placed)  # again, since tensors that shared the parameters' old memory are copies now
     object.__setattr__(model, KEPT, kept)
     # A parameter in kept memory can't be written before that memory is registered.
     digests = {entry.name: after[id(entry.module)].tensors[entry.name.rpartition(".")[2]][4] for entry in moved if id(entry.tensor) not in placed}
@@ -383,8 +383,8 @@ def _requantised(
     model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], captured: Any, fed: dict[str, str], why: dict[str, str],
     settings: Settings, device: Any, inside: Any,
 ) -> list[Requantised]:  # fmt: skip
-    """The modules whose values and scales can be written as derived tensors. `fed`: of _fed(). `why`: gets, by parameter, why those of other modules
-    can't be."""
+    """The modules whose values and scales can be written as derived tensors. `fed`: the result of _fed(). Fills `why` with the
+    reason for each parameter of a module that is left out."""
     module_of = {entry.name: id(entry.module) for entry in held}
     tensors = {spec.name: spec for spec in manifest}
     taken: dict[int, list[TensorSpec]] = {}

@@ -543,8 +543,8 @@ class Follower:
             self._take_update(min(1.0, max(0.0, remaining)))
 
     def _take_update(self, seconds: float) -> bool:
-        """Takes the update that begins within `seconds`, in all processes if one of them has got it; returns whether one began. Once a version is
-        staged, its Prepare is waited for: other engines pause with this one."""
+        """Takes an update that begins within `seconds` in any of the processes, in all of them; returns whether one began. After Staged it waits for
+        that update's Prepare, since the other engines pause until this one has answered it."""
         begun = any(self._processes.all(self.driver.begins(seconds) is not None))
         while begun:
             event = self.driver.begins(PREPARE_SECONDS)

@@ -251,7 +251,7 @@ class Rank:
                 self._staged.processed()
             return left
         except FailedPrecondition:
-            return 0  # Prepare comes, or the outcome
+            return 0  # the update stages no more: its Prepare or its outcome comes next
         except Exception:
             self._logger.exception("refitd: what is left is processed in the pause")
             with suppress(Exception):  # the group waits for no rank that does no more

@@ -257,7 +257,7 @@ def reload(
     if device.type == "cpu":
         kernels = _let_experts_prepack(wanted.values())
     layers = model if into is None else _Layers(wanted.values())
-    # Newer versions know the device. Torch compiles none of their quantisation within such a block: it recurses without end.
+    # Newer releases of vLLM remember the device. Within torch.device(...), torch.compile of their quantisation recurses without end.
     knows = all(getattr(layer_info(layer), "restore_device", None) is not None for layer in wanted.values())
     with nullcontext() if knows else torch.device(device):
         initialize_layerwise_reload(layers)
