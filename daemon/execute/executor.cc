@@ -1,14 +1,18 @@
 #include "daemon/execute/executor.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
 #include <string>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "transport/base/errors.h"
+#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/broadcast.h"
+#include "transport/plan/derived.h"
 #include "transport/plan/node_program.h"
 #include "transport/plan/refit_plan.h"
 
@@ -26,6 +30,10 @@ struct BoundSource {
   absl::Span<const TensorSpec> tensors;  // of the bucket: from the part's first to its last
   std::vector<Piece> planned;
   std::vector<BoundPiece> pieces;
+  // What engines derive from the pieces; the same as above.
+  std::vector<TensorSpec> derived;
+  std::vector<Piece> planned_derived;
+  std::vector<BoundPiece> computed;
   std::vector<uint32_t> range_of_piece;  // index into the part's ranges
   std::vector<MemoryOrigin> origins;     // of the pieces
   std::vector<std::shared_ptr<const void>> keep_alive;
@@ -109,6 +117,52 @@ absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const MemoryR
     }
   }
   return source;
+}
+
+// Adds what destinations derive from the source's pieces. The coordinator lets only whole blocks be
+// pushed, so each piece has all blocks that it meets. FAILED_PRECONDITION, naming the tensor: its
+// elements are not aligned, as the elements of tensors that lie back to back may be.
+absl::Status AddDerived(const DestinationIndex& index, BoundSource* source) {
+  for (size_t p = 0; p < source->pieces.size(); ++p) {
+    const BoundPiece& piece = source->pieces[p];
+    for (const uint32_t t : index.DerivedFrom(piece.name)) {
+      const TensorSpec& tensor = *index.tensors()[t].spec;
+      std::optional<Box> box = ComputableBox(*tensor.derived, piece.box);
+      if (!box.has_value()) continue;
+      if (reinterpret_cast<uintptr_t>(piece.data) % ElementBytes(piece.dtype) != 0) {
+        return AboutTensor(Precondition("tensor '{}' lies unaligned in its bucket, and '{}' is "
+                                        "computed of it: leave gaps between tensors",
+                                        piece.name, tensor.name),
+                           piece.name);
+      }
+      const Dims strides = RowMajorStrides(box->extent);
+      const auto number = static_cast<uint32_t>(source->derived.size());
+      source->derived.push_back(tensor);
+      source->planned_derived.push_back({number, *box, RegionId(), 0, strides});
+      auto held = std::make_shared<const HeldPiece>(HeldPiece{tensor.derived, {piece}});
+      source->computed.push_back({tensor.dtype, tensor.shape, *std::move(box), strides, piece.data,
+                                  tensor.name, std::move(held)});
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The plan of the moves from the source's pieces, and then from those that are computed.
+absl::StatusOr<MovePlan> PlanOf(const StartTransfer& start, const BoundSource& source) {
+  PlanOptions options;
+  options.skip_destination = start.skip_destination;
+  REFITD_ASSIGN_OR_RETURN(MovePlan plan,
+                          Compile({source.tensors, source.planned}, *start.index, options));
+  if (source.derived.empty()) return plan;
+  options.max_moves -= static_cast<int64_t>(plan.moves.size());
+  REFITD_ASSIGN_OR_RETURN(const MovePlan derived,
+                          Compile({source.derived, source.planned_derived}, *start.index, options));
+  plan.bytes += derived.bytes;
+  for (CopyMove move : derived.moves) {
+    move.source_piece += static_cast<uint32_t>(source.pieces.size());
+    plan.moves.push_back(std::move(move));
+  }
+  return plan;
 }
 
 // The pieces of which nothing tells whether they lie in a destination's memory, and a key of each,
@@ -384,15 +438,16 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, BoundSource so
                    std::to_string(start.part.value());
   transfer.keep_alive = std::move(source.keep_alive);
   if (start.index != nullptr && !start.index->destinations().empty()) {
-    PlanOptions options;
-    options.skip_destination = start.skip_destination;
-    REFITD_ASSIGN_OR_RETURN(transfer.plan,
-                            Compile({source.tensors, source.planned}, *start.index, options));
+    REFITD_RETURN_IF_ERROR(AddDerived(*start.index, &source));
+    REFITD_ASSIGN_OR_RETURN(transfer.plan, PlanOf(start, source));
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }
   transfer.readback_now.assign(transfer.destinations.size(), false);
+  // What is computed is computed once for each destination, wherever the source is read.
   REFITD_ASSIGN_OR_RETURN(const BroadcastMethod method,
-                          MethodOf(start, transfer, memory, transport));
+                          source.computed.empty()
+                              ? MethodOf(start, transfer, memory, transport)
+                              : absl::StatusOr<BroadcastMethod>(BroadcastMethod::kDirect));
   if (method == BroadcastMethod::kDirect) {
     REFITD_ASSIGN_OR_RETURN(const std::vector<MemorySpan> slots, SlotsToFill(start, memory));
     for (const MemorySpan& slot : slots) {
@@ -408,6 +463,8 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, BoundSource so
     }
   }
   transfer.source = std::move(source.pieces);
+  transfer.source.insert(transfer.source.end(), std::make_move_iterator(source.computed.begin()),
+                         std::make_move_iterator(source.computed.end()));
   *range_of_piece = std::move(source.range_of_piece);
   return transfer;
 }
@@ -464,8 +521,8 @@ absl::Status Executor::Start(const StartTransfer& start, const MemoryResolver& m
     const bool in_layout = result.failed_destination < static_cast<int>(destinations);
     result_base.failed_destination = in_layout ? result.failed_destination : -1;
     result_base.digests.resize(ranges);
-    for (size_t p = 0; p < result.source_digests.size() && ranges > 0; ++p) {
-      result_base.digests[range_of_piece[p]] += result.source_digests[p];
+    for (size_t p = 0; p < std::min(result.source_digests.size(), range_of_piece.size()); ++p) {
+      if (ranges > 0) result_base.digests[range_of_piece[p]] += result.source_digests[p];
     }
     result_base.sums.reserve(result.expected.size());
     for (const PieceDigest& e : result.expected) {

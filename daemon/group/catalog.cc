@@ -1,11 +1,14 @@
 #include "daemon/group/catalog.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <functional>
 #include <map>
 #include <set>
 
+#include "transport/base/errors.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
 #include "transport/plan/derived.h"
@@ -50,7 +53,7 @@ std::string NameHint(std::string_view name, const std::function<bool(std::string
   return fmt::format("; {}", otherwise);
 }
 
-bool Same(const TensorSpec& a, const TensorSpec& b) {
+bool SameElements(const TensorSpec& a, const TensorSpec& b) {
   return a.dtype == b.dtype && a.shape == b.shape;
 }
 
@@ -58,8 +61,7 @@ absl::Status Disagree(const TensorSpec& tensor, std::string_view who, std::strin
                       const TensorSpec& known, std::string_view declared_by) {
   return AboutTensor(
       Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} {} {}, but {} declared {}",
-            tensor.name, who, verb, ToString(tensor.dtype, tensor.shape), declared_by,
-            ToString(known.dtype, known.shape)),
+            tensor.name, who, verb, Describe(tensor), declared_by, Describe(known)),
       tensor.name);
 }
 
@@ -106,16 +108,27 @@ void Catalog::AddRank(uint32_t index) {
 
 void Catalog::AddTies(const Rank& rank) {
   for (const Tie& tie : rank.layout->ties) {
-    const std::string& tensor = rank.layout->tensors[tie.tensor].name;
-    const std::string& same_as = rank.layout->tensors[tie.same_as].name;
-    const bool known = std::any_of(ties_.begin(), ties_.end(), [&](const TiedNames& t) {
-      return t.tensor == tensor && t.same_as == same_as;
+    const TensorSpec& tensor = rank.layout->tensors[tie.tensor];
+    const TensorSpec& same_as = rank.layout->tensors[tie.same_as];
+    // The list of the tied tensor, of which there is one tie in most groups.
+    const absl::Span<const uint32_t> of_tensor = TiesOf(tensor.name);
+    const bool known = std::any_of(of_tensor.begin(), of_tensor.end(), [&](uint32_t t) {
+      return ties_[t].tensor->name == tensor.name && ties_[t].same_as->name == same_as.name;
     });
     if (known) continue;
-    ties_.push_back({tensor, same_as, rank.label});
-    tied_.insert(tensor);
-    tied_.insert(same_as);
+    const std::set<std::string_view> names = {tensor.name, NameAtSource(tensor), same_as.name,
+                                              NameAtSource(same_as)};
+    for (const std::string_view name : names) {
+      ties_of_[name].push_back(static_cast<uint32_t>(ties_.size()));
+    }
+    ties_.push_back({&tensor, &same_as, rank.label});
   }
+}
+
+absl::Span<const uint32_t> Catalog::TiesOf(std::string_view tensor) const {
+  const auto it = ties_of_.find(tensor);
+  if (it == ties_of_.end()) return {};
+  return it->second;
 }
 
 void Catalog::FindKinds() {
@@ -152,7 +165,7 @@ absl::Status Catalog::CheckAgreement() const {
       if (first == nullptr) {
         first = &ranks_[r];
         known = spec->second;
-      } else if (!Same(*spec->second, *known)) {
+      } else if (*spec->second != *known) {
         return Disagree(*spec->second, ranks_[r].label, "declares", *known, first->label);
       }
     }
@@ -179,6 +192,13 @@ bool Catalog::Knows(uint32_t kind, const TensorTable::Uses& uses) const {
   });
 }
 
+bool Catalog::Knows(uint32_t kind, std::string_view tensor) const {
+  const TensorTable::Uses* const uses = table_->Find(tensor);
+  if (uses != nullptr && Knows(kind, *uses)) return true;
+  const TensorTable::Uses* const derived = table_->FindDerived(tensor);
+  return derived != nullptr && Knows(kind, *derived);
+}
+
 bool Catalog::WantedBy(const std::vector<bool>& lists, const TensorTable::Uses& uses) const {
   return std::any_of(uses.begin(), uses.end(), [&](const TensorTable::Use& use) {
     return use.list < lists.size() && lists[use.list] && table_->wanted(use);
@@ -188,6 +208,37 @@ bool Catalog::WantedBy(const std::vector<bool>& lists, const TensorTable::Uses& 
 bool Catalog::Wants(std::string_view tensor) const {
   const TensorTable::Uses* uses = table_->Find(tensor);
   return uses != nullptr && !table_->engine_only(tensor) && WantedBy(used_, *uses);
+}
+
+int64_t Catalog::WantedOf(std::string_view tensor) const {
+  int64_t wanted = Wants(tensor) ? 1 : 0;
+  for (const std::string_view derived : DerivedFrom(tensor)) wanted += Wants(derived) ? 1 : 0;
+  return wanted;
+}
+
+absl::flat_hash_set<std::string_view> Catalog::DerivedFrom(std::string_view source) const {
+  absl::flat_hash_set<std::string_view> names;
+  for (const TensorSpec* const derived : DeclaredFrom(source)) names.insert(derived->name);
+  return names;
+}
+
+std::vector<const TensorSpec*> Catalog::DeclaredFrom(std::string_view source) const {
+  std::vector<const TensorSpec*> declared;
+  const TensorTable::Uses* const uses = table_->FindDerived(source);
+  if (uses == nullptr) return declared;
+  absl::flat_hash_set<const Derivation*> seen;
+  for (const TensorTable::Use& use : *uses) {
+    if (!Used(use)) continue;
+    const TensorSpec& tensor = table_->spec(use);
+    if (seen.insert(tensor.derived.get()).second) declared.push_back(&tensor);
+  }
+  return declared;
+}
+
+const TensorSpec* Catalog::SourceOf(std::string_view tensor) const {
+  const TensorTable::Uses* const uses = table_->Find(tensor);
+  const TensorSpec* const spec = uses == nullptr ? nullptr : InLayouts(*uses);
+  return spec == nullptr || spec->derived == nullptr ? nullptr : &spec->derived->from;
 }
 
 bool Catalog::UsesAllLists() const {
@@ -241,7 +292,7 @@ void Catalog::AddLacking(const absl::flat_hash_set<std::string_view>& held,
 
 const TensorSpec* Catalog::InLayouts(const TensorTable::Uses& uses) const {
   const auto use = std::find_if(uses.begin(), uses.end(), [this](const TensorTable::Use& u) {
-    return u.list < used_.size() && used_[u.list] && table_->layout(u.list) != nullptr;
+    return Used(u) && table_->layout(u.list) != nullptr;
   });
   return use == uses.end() ? nullptr : &table_->spec(*use);
 }
@@ -261,9 +312,8 @@ const std::vector<std::string>& Catalog::unwanted() const {
   unwanted_.emplace();
   for (const std::string_view name : table_->partly_unwanted()) {
     const TensorTable::Uses& uses = *table_->Find(name);
-    const bool known = std::any_of(uses.begin(), uses.end(), [this](const TensorTable::Use& use) {
-      return use.list < used_.size() && used_[use.list];
-    });
+    const bool known = std::any_of(uses.begin(), uses.end(),
+                                   [this](const TensorTable::Use& use) { return Used(use); });
     if (known && !table_->engine_only(name) && !WantedBy(used_, uses))
       unwanted_->emplace_back(name);
   }
@@ -281,28 +331,25 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
   static const TensorTable::Uses kNone;
   const TensorTable::Uses* found = table_->Find(tensor.name);
   const TensorTable::Uses& uses = found == nullptr ? kNone : *found;
-  const auto declared = std::find_if(uses.begin(), uses.end(), [this](const TensorTable::Use& u) {
-    return u.list < used_.size() && used_[u.list];
-  });
-  if (declared != uses.end() && !Same(table_->spec(*declared), tensor)) {
+  const auto declared = std::find_if(uses.begin(), uses.end(),
+                                     [this](const TensorTable::Use& use) { return Used(use); });
+  if (declared != uses.end() && !SameElements(table_->spec(*declared), tensor)) {
     const TensorSpec* known = nullptr;
     const Rank* rank = FirstRank(uses, &known);
     return Disagree(tensor, "the bucket", "has", *known, rank->label);
   }
+  REFITD_RETURN_IF_ERROR(CheckSource(tensor));
   // Instances of one kind know the same tensors, so each kind is looked at once; instances are
   // looked at only to name the one that does not know the tensor.
   std::vector<bool> knows(kinds_.size());
-  for (uint32_t kind = 0; kind < kinds_.size(); ++kind) knows[kind] = Knows(kind, uses);
+  for (uint32_t kind = 0; kind < kinds_.size(); ++kind) knows[kind] = Knows(kind, tensor.name);
   if (std::find(knows.begin(), knows.end(), false) == knows.end()) return absl::OkStatus();
   for (uint32_t i = 0; i < instances_.size(); ++i) {
     if (open_[i] || evicted[i] || knows[kind_of_[i]]) continue;
     // Nothing of it is written then. Ranks that read slots would be handed a tensor that their
     // manifest does not list.
     if (!reads_slots_[i] && table_->may_be_unwanted(tensor.name)) continue;
-    const auto known = [this, i](std::string_view name) {
-      const TensorTable::Uses* const other = table_->Find(name);
-      return other != nullptr && Knows(kind_of_[i], *other);
-    };
+    const auto known = [this, i](std::string_view name) { return Knows(kind_of_[i], name); };
     return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
                              "tensor '{}' is unknown to instance {}{}", tensor.name, instances_[i],
                              NameHint(tensor.name, known,
@@ -313,8 +360,46 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
   return absl::OkStatus();
 }
 
-absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>& pushed,
-                                     const std::vector<bool>& evicted) const {
+// What is derived from a pushed tensor is derived from a tensor of this dtype and shape.
+absl::Status Catalog::CheckSource(const TensorSpec& tensor) const {
+  for (const TensorSpec* const derived : DeclaredFrom(tensor.name)) {
+    const TensorSpec& from = derived->derived->from;
+    if (!SameElements(from, tensor)) {
+      return AboutTensor(Precondition("tensor '{}': the bucket has {}, but '{}' is derived from {}",
+                                      tensor.name, Describe(tensor), derived->name, Describe(from)),
+                         tensor.name);
+    }
+    if (!table_->engine_only(derived->name)) continue;
+    return AboutTensor(Precondition("tensor '{}' is engine-only in the group's spec, and derived "
+                                    "from '{}', which is pushed",
+                                    derived->name, tensor.name),
+                       derived->name);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Catalog::CheckBlocks(const TensorSpec& tensor, const TensorRange& range) const {
+  const std::vector<const TensorSpec*> declared = DeclaredFrom(tensor.name);
+  if (declared.empty() || range.count == 0) return absl::OkStatus();
+  const std::vector<Box> boxes = BoxesOfRange(tensor.shape, range.start, range.count);
+  for (const TensorSpec* const derived : declared) {
+    const Derivation& derivation = *derived->derived;
+    const bool whole = std::all_of(boxes.begin(), boxes.end(), [&derivation](const Box& box) {
+      return BlocksAround(derivation, box) == box;
+    });
+    if (whole) continue;
+    return AboutTensor(
+        Precondition(
+            "tensor '{}': elements [{}, {}) are pushed by themselves, and '{}' is "
+            "computed of whole blocks of [{}] elements: push whole blocks, in slots that hold them",
+            tensor.name, range.start, range.start + range.count, derived->name,
+            fmt::join(BlockOf(derivation), ", ")),
+        tensor.name);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Catalog::CheckAllCame(const Came& came, const std::vector<bool>& evicted) const {
   std::vector<bool> wanted(used_.size());
   for (size_t r = 0; r < ranks_.size(); ++r) {
     if (list_of_rank_[r] != kNoList && !evicted[ranks_[r].instance])
@@ -327,16 +412,22 @@ absl::Status Catalog::CheckAllPushed(const std::function<bool(std::string_view)>
   for (const auto& [key, uses] : table_->tensors()) {
     const std::string_view name(key.data(), key.size());
     if (missing_uses != nullptr && name >= missing) continue;
-    if (!WantedBy(wanted, uses) || pushed(name) || table_->engine_only(name)) continue;
+    if (!WantedBy(wanted, uses) || table_->engine_only(name)) continue;
+    const TensorSpec* const source = SourceOf(name);
+    if (came(name, source == nullptr ? name : source->name)) continue;
     missing = name;
     missing_uses = &uses;
   }
   if (missing_uses == nullptr) return absl::OkStatus();
   uint32_t wanted_by = 0;
   while (evicted[wanted_by] || !WantedBy(kinds_[kind_of_[wanted_by]], *missing_uses)) ++wanted_by;
+  const TensorSpec* const source = SourceOf(missing);
+  const auto pushed = [&came](std::string_view name) { return came(name, name); };
   return AboutTensor(
-      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}' of instance {} was never pushed{}",
-            missing, instances_[wanted_by], NameHint(missing, pushed, kAdviceEngineOnly)),
+      Error(absl::StatusCode::kFailedPrecondition,
+            "tensor '{}' of instance {} was never pushed{}{}", missing, instances_[wanted_by],
+            source == nullptr ? "" : fmt::format(", nor '{}', of which it is made", source->name),
+            NameHint(source == nullptr ? missing : source->name, pushed, kAdviceEngineOnly)),
       missing);
 }
 
@@ -372,26 +463,34 @@ std::vector<uint32_t> Catalog::Touched(const PartContent& content,
   }
   auto left = std::count(open.begin(), open.end(), true);
   std::vector<Box> boxes;
+  const auto meets = [&](const TensorTable::Use& use) {
+    const Layout& layout = *table_->layout(use.list);
+    const Derivation* const derived = layout.tensors[use.tensor].derived.get();
+    const absl::Span<const uint32_t> of_tensor = table_->PiecesOf(use);
+    return std::any_of(boxes.begin(), boxes.end(), [&](const Box& box) {
+      const std::optional<Box> brought = derived != nullptr ? ComputableBox(*derived, box) : box;
+      return brought.has_value() &&
+             std::any_of(of_tensor.begin(), of_tensor.end(), [&](uint32_t p) {
+               return Intersect(*brought, layout.pieces[p].box).has_value();
+             });
+    });
+  };
   for (const TensorRange& range : content.ranges) {
     if (left == 0) break;
     if (range.count == 0) continue;
     const TensorSpec& tensor = content.bucket->tensors[range.tensor];
-    const TensorTable::Uses* uses = table_->Find(tensor.name);
-    if (uses == nullptr) continue;
     boxes.clear();
-    for (const TensorTable::Use& use : *uses) {
-      if (use.list >= open.size() || !open[use.list]) continue;
-      if (boxes.empty()) boxes = BoxesOfRange(tensor.shape, range.start, range.count);
-      const std::vector<Piece>& pieces = table_->layout(use.list)->pieces;
-      const absl::Span<const uint32_t> of_tensor = table_->PiecesOf(use);
-      found[use.list] = std::any_of(of_tensor.begin(), of_tensor.end(), [&](uint32_t p) {
-        return std::any_of(boxes.begin(), boxes.end(), [&](const Box& box) {
-          return Intersect(box, pieces[p].box).has_value();
-        });
-      });
-      if (!found[use.list]) continue;
-      open[use.list] = false;
-      --left;
+    for (const TensorTable::Uses* uses :
+         {table_->Find(tensor.name), table_->FindDerived(tensor.name)}) {
+      if (uses == nullptr) continue;
+      for (const TensorTable::Use& use : *uses) {
+        if (use.list >= open.size() || !open[use.list]) continue;
+        if (boxes.empty()) boxes = BoxesOfRange(tensor.shape, range.start, range.count);
+        found[use.list] = meets(use);
+        if (!found[use.list]) continue;
+        open[use.list] = false;
+        --left;
+      }
     }
   }
   std::vector<uint32_t> touched;

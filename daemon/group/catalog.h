@@ -24,18 +24,20 @@
 #include <string_view>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "daemon/group/group.h"
 #include "daemon/group/tensor_table.h"
 
 namespace refitd::group {
 
-// Two names of one memory of an engine rank (Tie).
+// Two tensors of one memory of an engine rank (Tie), of a layout of the catalog.
 struct TiedNames {
-  std::string tensor;
-  std::string same_as;
+  const TensorSpec* tensor = nullptr;
+  const TensorSpec* same_as = nullptr;
   std::string rank;  // the label of a rank that ties them
 };
 
@@ -62,8 +64,13 @@ class Catalog {
   const std::vector<std::string>& instances() const { return instances_; }
   // An upper bound of the number of tensors.
   size_t tensor_count() const { return table_->tensors().size(); }
-  // Whether an instance wants the tensor.
-  bool Wants(std::string_view tensor) const;
+  // The number of tensors that a push of `tensor` brings and that instances want: itself, and those
+  // that are derived from it.
+  int64_t WantedOf(std::string_view tensor) const;
+  // The names of tensors that are derived from `source`.
+  absl::flat_hash_set<std::string_view> DerivedFrom(std::string_view source) const;
+  // What the tensor is derived from; null: it is not derived.
+  const TensorSpec* SourceOf(std::string_view tensor) const;
   // The number of tensors that instances want. Computed at the first call, at the cost of the
   // table's tensors that not all of its lists want; only if the table has a list that no rank here
   // has, at the cost of all its tensors.
@@ -79,20 +86,27 @@ class Catalog {
   // Names of tensors that instances know and none wants; sorted. Computed at the first call.
   const std::vector<std::string>& unwanted() const;
 
-  // FAILED_PRECONDITION, naming the tensor and the instance or rank: the tensor is engine-only, is
-  // unknown to an instance that is not evicted (and may not be unwanted), or has another dtype or
-  // shape there.
+  // FAILED_PRECONDITION, naming the tensor and the instance or rank: the tensor, or one that is
+  // derived from it, is engine-only; it is unknown to an instance that is not evicted (and may not
+  // be unwanted), or has another dtype or shape there.
   absl::Status Check(const TensorSpec& tensor, const std::vector<bool>& evicted) const;
-  // Not OK: names the first tensor (by name) that `pushed` does not have, and an instance still in
-  // the update that wants it.
-  absl::Status CheckAllPushed(const std::function<bool(std::string_view)>& pushed,
-                              const std::vector<bool>& evicted) const;
+  // Whether ranks have derived tensors.
+  bool any_derived() const { return table_->any_derived(); }
+  // FAILED_PRECONDITION, naming the tensor: these elements cut blocks of which derived tensors are
+  // computed.
+  absl::Status CheckBlocks(const TensorSpec& tensor, const TensorRange& range) const;
+  // Whether the update brings a tensor, or the source that it is derived from; for a tensor that is
+  // not derived, `source` is its own name.
+  using Came = std::function<bool(std::string_view tensor, std::string_view source)>;
+  // Not OK: names the first tensor (by name) that did not come, and an instance still in the update
+  // that wants it.
+  absl::Status CheckAllCame(const Came& came, const std::vector<bool>& evicted) const;
   // The ties of all in-place ranks, each pair of names once. Empty for most models.
   const std::vector<TiedNames>& ties() const { return ties_; }
-  // Whether the tensor is one of a tie's two.
-  bool IsTied(std::string_view tensor) const {
-    return !tied_.empty() && tied_.contains(absl::string_view(tensor.data(), tensor.size()));
-  }
+  // Indices into ties() of those of which one of the two has this name, or is derived from the
+  // tensor that has it.
+  absl::Span<const uint32_t> TiesOf(std::string_view tensor) const;
+  bool IsTied(std::string_view tensor) const { return !TiesOf(tensor).empty(); }
   // A loader rank without manifest; null: there is none.
   const Rank* OpenRank(const std::vector<bool>& evicted) const;
 
@@ -123,13 +137,21 @@ class Catalog {
   const Rank& rank(uint32_t destination) const { return ranks_[rank_of_[destination]]; }
   void AddRank(uint32_t rank);
   void AddTies(const Rank& rank);
+  // Tensors that are derived from `source`; equal ones may be listed several times.
+  std::vector<const TensorSpec*> DeclaredFrom(std::string_view source) const;
+  absl::Status CheckSource(const TensorSpec& tensor) const;
   void FindKinds();
   absl::Status CheckAgreement() const;
   // The first of this catalog's ranks that declares the tensor, and its declaration.
   const Rank* FirstRank(const TensorTable::Uses& uses, const TensorSpec** spec) const;
   bool Knows(uint32_t kind, const TensorTable::Uses& uses) const;
+  bool Knows(uint32_t kind, std::string_view tensor) const;
   // The declaration of the first in-place rank here that declares the tensor; null: none does.
   const TensorSpec* InLayouts(const TensorTable::Uses& uses) const;
+  bool Used(const TensorTable::Use& use) const {
+    return use.list < used_.size() && used_[use.list];
+  }
+  bool Wants(std::string_view tensor) const;
   bool UsesAllLists() const;
   int64_t CountWanted() const;
   // Whether a list that `lists` marks wants the tensor.
@@ -149,7 +171,7 @@ class Catalog {
   std::vector<uint32_t> rank_of_;  // by destination
   std::vector<std::shared_ptr<const Layout>> layouts_;
   std::vector<TiedNames> ties_;
-  absl::flat_hash_set<std::string> tied_;
+  absl::flat_hash_map<std::string_view, std::vector<uint32_t>> ties_of_;
   // Computed when they are first asked for.
   mutable std::optional<int64_t> wanted_count_;
   mutable int64_t looked_at_ = 0;

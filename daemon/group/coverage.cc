@@ -3,27 +3,32 @@
 #include <algorithm>
 
 #include "transport/base/errors.h"
+#include "transport/plan/derived.h"
 
 namespace refitd::group {
 
 absl::Status UpdateCoverage::Check(const TensorSpec& tensor) const {
   REFITD_RETURN_IF_ERROR(participants_.catalog().Check(tensor, participants_.evicted()));
-  if (program_.Moves(tensor.name)) {
-    return AboutTensor(
-        Precondition(
-            "tensor '{}' comes with the registered layouts: list it in pushed_tensors to push it",
-            tensor.name),
-        tensor.name);
-  }
-  return CheckTied(tensor.name);
+  return CheckNotMoved(tensor.name, tensor.name);
+}
+
+absl::Status UpdateCoverage::CheckNotMoved(std::string_view tensor, std::string_view pushed) const {
+  if (!program_.Moves(tensor)) return absl::OkStatus();
+  return AboutTensor(
+      Precondition(
+          "tensor '{}' comes with the registered layouts: list '{}' in pushed_tensors to push it",
+          tensor, pushed),
+      tensor);
 }
 
 // Two names of one memory are compared where both are pushed, or both refitted.
 absl::Status UpdateCoverage::CheckTied(std::string_view tensor) const {
-  if (!participants_.catalog().IsTied(tensor) || !program_.exists()) return absl::OkStatus();
-  for (const TiedNames& tie : participants_.catalog().ties()) {
-    if (tie.tensor != tensor && tie.same_as != tensor) continue;
-    const std::string& other = tie.tensor == tensor ? tie.same_as : tie.tensor;
+  if (!program_.exists()) return absl::OkStatus();
+  const Catalog& catalog = participants_.catalog();
+  for (const uint32_t t : catalog.TiesOf(tensor)) {
+    const TiedNames& tie = catalog.ties()[t];
+    const bool first = tie.tensor->name == tensor || NameAtSource(*tie.tensor) == tensor;
+    const std::string& other = first ? tie.same_as->name : tie.tensor->name;
     if (!program_.Contains(other)) continue;
     return Precondition(
         "tensor '{}' is one memory with tensor '{}' in {}, and is pushed, while the other comes "
@@ -48,8 +53,10 @@ absl::Status UpdateCoverage::Take(const CheckedBucket& bucket, int64_t most, Tak
       known.dtype = tensor.dtype;
       known.shape = tensor.shape;
       REFITD_ASSIGN_OR_RETURN(known.elements, ElementCount(tensor.shape));
-      known.wanted = participants_.catalog().Wants(tensor.name);
+      known.wanted = participants_.catalog().WantedOf(tensor.name);
       Count(known, 1);
+      REFITD_RETURN_IF_ERROR(CheckOnce(tensor));
+      REFITD_RETURN_IF_ERROR(CheckTied(tensor.name));
     } else {
       if (known.dtype != tensor.dtype || known.shape != tensor.shape) {
         return AboutTensor(
@@ -64,6 +71,7 @@ absl::Status UpdateCoverage::Take(const CheckedBucket& bucket, int64_t most, Tak
       }
       taken->before.emplace_back(&tensor.name, known.covered);
     }
+    REFITD_RETURN_IF_ERROR(participants_.catalog().CheckBlocks(tensor, range));
     // The counts depend on what is covered, so the tensor is taken out of them while that changes.
     Count(known, -1);
     const bool fresh = known.covered.Add(range.start, range.start + range.count);
@@ -84,10 +92,29 @@ absl::Status UpdateCoverage::Take(const CheckedBucket& bucket, int64_t most, Tak
                       tensors, most);
 }
 
+// P1: what is derived from a pushed tensor is neither pushed nor brought by the program.
+absl::Status UpdateCoverage::CheckOnce(const TensorSpec& tensor) const {
+  const auto refuse = [&tensor](std::string_view derived, std::string_view source) {
+    return AboutTensor(Precondition("tensor '{}' is derived from '{}', and both are pushed: leave "
+                                    "out one of them",
+                                    derived, source),
+                       tensor.name);
+  };
+  const Catalog& catalog = participants_.catalog();
+  const TensorSpec* const source = catalog.SourceOf(tensor.name);
+  if (source != nullptr && Pushed(source->name)) return refuse(tensor.name, source->name);
+  for (const std::string_view derived : catalog.DerivedFrom(tensor.name)) {
+    if (Pushed(derived)) return refuse(derived, tensor.name);
+    REFITD_RETURN_IF_ERROR(CheckNotMoved(derived, tensor.name));
+  }
+  return absl::OkStatus();
+}
+
 // Adds the tensor to the counts of what was pushed, or with `by` -1 takes it out of them.
 void UpdateCoverage::Count(const PushedTensor& tensor, int by) {
   if (!tensor.complete()) incomplete_ += by;
-  if (tensor.wanted) wanted_ += by;
+  if (tensor.wanted == 0) unwanted_ += by;
+  wanted_ += by * tensor.wanted;
 }
 
 // In reverse order, since a tensor may be in the bucket twice.
@@ -135,8 +162,10 @@ absl::Status UpdateCoverage::CheckWanted() const {
   const int64_t stored = program_.exists() ? program_.content().stored : 0;
   const bool all_came = nobody_evicted && wanted_ + stored == in.catalog().wanted_count();
   if (!all_came) {
-    REFITD_RETURN_IF_ERROR(in.catalog().CheckAllPushed(
-        [this](std::string_view tensor) { return Pushed(tensor) || program_.Moves(tensor); },
+    REFITD_RETURN_IF_ERROR(in.catalog().CheckAllCame(
+        [this](std::string_view tensor, std::string_view source) {
+          return Pushed(tensor) || Pushed(source) || program_.Moves(tensor);
+        },
         in.evicted()));
   }
   if (pushed_.empty() && nobody_evicted) program_.NoteCovers();
@@ -191,26 +220,48 @@ void UpdateCoverage::AddTiedDigests(const PartContent& content,
   }
 }
 
-// Two names of one memory must have come with the same values (P11).
+// Two names of one memory must have come with the same values (P11). What is derived in one way
+// from equal tensors is equal.
 absl::Status UpdateCoverage::CheckTies() const {
+  const auto find = [this](const TensorSpec& tied) {
+    const auto tensor = pushed_.find(tied.name);
+    return tensor != pushed_.end() ? tensor : pushed_.find(NameAtSource(tied));
+  };
   for (const TiedNames& tie : participants_.catalog().ties()) {
-    const auto tensor = pushed_.find(tie.tensor);
-    const auto same_as = pushed_.find(tie.same_as);
+    const auto tensor = find(*tie.tensor);
+    const auto same_as = find(*tie.same_as);
     if (tensor == pushed_.end() || same_as == pushed_.end()) continue;
+    if (!ComeAlike(tie)) {
+      return Precondition(
+          "tensor '{}' and tensor '{}' are one memory in {}, and are not derived in the same way, "
+          "or only one of them is derived from what is pushed: push only '{}'",
+          tie.tensor->name, tie.same_as->name, tie.rank, same_as->first);
+    }
     if (!tensor->second.digested || !same_as->second.digested) {
       return Precondition(
           "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer "
           "sent no digests to compare: push only '{}'",
-          tie.tensor, tie.same_as, tie.rank, tie.same_as);
+          tensor->first, same_as->first, tie.rank, same_as->first);
     }
     if (tensor->second.digest == same_as->second.digest) continue;
     return Precondition(
         "tensor '{}' and tensor '{}' are one memory in {}, and the pushed values of them differ: "
         "tie "
         "them in the trainer too, or serve a model that keeps them apart",
-        tie.tensor, tie.same_as, tie.rank);
+        tensor->first, same_as->first, tie.rank);
   }
   return absl::OkStatus();
+}
+
+// Whether equal digests of what was pushed for two tied tensors mean that these are equal.
+bool UpdateCoverage::ComeAlike(const TiedNames& tie) const {
+  const bool itself = Pushed(tie.tensor->name);
+  if (itself != Pushed(tie.same_as->name)) return false;
+  if (itself) return true;
+  const Derivation& a = *tie.tensor->derived;
+  const Derivation& b = *tie.same_as->derived;
+  return a.kind == b.kind && a.role == b.role && a.from.dtype == b.from.dtype &&
+         a.from.shape == b.from.shape;
 }
 
 // Whoever pushes says by that alone that the tensors are to be delivered, so that those which no
@@ -223,10 +274,9 @@ LeftOut UpdateCoverage::FindLeftOut() const {
     names = program_.content().unwanted;
     left_out.bytes = program_.content().unwanted_bytes;
   }
-  const bool any = static_cast<int64_t>(pushed_.size()) > wanted_;
-  if (any && participants_.catalog().OpenRank(participants_.evicted()) == nullptr) {
+  if (unwanted_ > 0 && participants_.catalog().OpenRank(participants_.evicted()) == nullptr) {
     for (const auto& [tensor_name, tensor] : pushed_) {
-      if (tensor.wanted) continue;
+      if (tensor.wanted > 0) continue;
       names.push_back(tensor_name);
       left_out.bytes += tensor.elements * ElementBytes(tensor.dtype);
     }
@@ -241,12 +291,14 @@ LeftOut UpdateCoverage::FindLeftOut() const {
 void UpdateCoverage::CheckInvariants() const {
   int64_t incomplete = 0;
   int64_t wanted = 0;
+  int64_t unwanted = 0;
   for (const auto& [name, tensor] : pushed_) {
     REFITD_CHECK(tensor.covered.total() <= tensor.elements);
     if (!tensor.complete()) ++incomplete;
-    if (tensor.wanted) ++wanted;
+    wanted += tensor.wanted;
+    if (tensor.wanted == 0) ++unwanted;
   }
-  REFITD_CHECK(incomplete == incomplete_ && wanted == wanted_);
+  REFITD_CHECK(incomplete == incomplete_ && wanted == wanted_ && unwanted == unwanted_);
 }
 
 }  // namespace refitd::group

@@ -25,7 +25,7 @@ struct PushedTensor {
   DType dtype = DType::kUint8;
   Dims shape;
   int64_t elements = 0;
-  bool wanted = false;  // by an instance of the update's catalog
+  int64_t wanted = 0;  // Catalog::WantedOf
   IntervalSet covered;
   // A tied tensor has here the sum of the digests of its elements that were transferred so far.
   uint64_t digest = 0;
@@ -75,6 +75,10 @@ class UpdateCoverage {
   friend struct refitd::GroupForTests;
 
   absl::Status CheckTied(std::string_view tensor) const;
+  // Not OK: the program moves `tensor`, which a push of `pushed` would bring.
+  absl::Status CheckNotMoved(std::string_view tensor, std::string_view pushed) const;
+  absl::Status CheckOnce(const TensorSpec& tensor) const;
+  bool ComeAlike(const TiedNames& tie) const;
   void Count(const PushedTensor& tensor, int by);
   bool Pushed(std::string_view tensor) const {
     return pushed_.contains(absl::string_view(tensor.data(), tensor.size()));
@@ -88,7 +92,8 @@ class UpdateCoverage {
   absl::flat_hash_map<std::string, PushedTensor> pushed_;
   // Counts of `pushed_`, so that Commit needs no walk over it.
   int64_t incomplete_ = 0;  // elements are missing
-  int64_t wanted_ = 0;
+  int64_t wanted_ = 0;      // tensors that instances want
+  int64_t unwanted_ = 0;    // entries that bring no such tensor
 };
 
 }  // namespace refitd::group

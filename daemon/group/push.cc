@@ -180,7 +180,7 @@ absl::Status UpdatePush::CheckBucket(const TrainerProgress& progress, const Buck
 }
 
 // Many ranges may name the same source bytes, so a small message could ask for any number of parts;
-// this limits them (P10).
+// this limits them (P10). Parts must hold whole blocks of what is derived from them (P1).
 absl::Status UpdatePush::CheckParts(const CheckedBucket& bucket) const {
   if (bucket.slot.has_value()) return absl::OkStatus();
   if (readers_.empty() && participants_.on_one_node() && !through_slots_) {
@@ -198,6 +198,14 @@ absl::Status UpdatePush::CheckParts(const CheckedBucket& bucket) const {
           bucket.tensors[range.tensor].name);
     }
     bytes += needed;
+  }
+  const Catalog& catalog = participants_.catalog();
+  if (!catalog.any_derived()) return absl::OkStatus();
+  for (const PackedBucket& part :
+       FormBuckets(bucket.tensors, bucket.ranges, members_.spec().slot_bytes)) {
+    for (const TensorRange& range : part.ranges) {
+      REFITD_RETURN_IF_ERROR(catalog.CheckBlocks(bucket.tensors[range.tensor], range));
+    }
   }
   return absl::OkStatus();
 }

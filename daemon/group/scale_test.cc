@@ -170,6 +170,35 @@ TEST_CASE("A tensor is found by its name when the list whose name it was entered
   CHECK(table.tensors().find("both")->first.data() == second->tensors[0].name.data());
 }
 
+TEST_CASE("What is derived from a tensor is found while a list has it") {
+  const auto derived = [](const std::string& name) {
+    TensorSpec tensor = Bytes(name, 8);
+    tensor.derived = std::make_shared<const Derivation>(Derivation{Bytes("source", 8)});
+    return tensor;
+  };
+  TensorTable table({});
+  auto first = LayoutOf({derived("a"), derived("b")});
+  auto second = LayoutOf({derived("b"), derived("c"), Bytes("d", 8)});
+  table.Add(first);
+  const TensorTable::ListId stays = table.Add(second);
+  REQUIRE(table.FindDerived("source") != nullptr);
+  CHECK(table.FindDerived("source")->size() == 4);
+  first.reset();
+  table.Add(LayoutOf({Bytes("e", 8)}));  // removes what nobody has any more
+  const TensorTable::Uses* const uses = table.FindDerived("source");
+  REQUIRE(uses != nullptr);
+  std::vector<std::string> names;
+  for (const TensorTable::Use& use : *uses) {
+    CHECK(use.list == stays);
+    names.push_back(table.spec(use).name);
+  }
+  CHECK(names == std::vector<std::string>{"b", "c"});
+  second.reset();
+  table.Add(LayoutOf({Bytes("f", 8)}));
+  CHECK(table.FindDerived("source") == nullptr);
+  CHECK_FALSE(table.any_derived());
+}
+
 TEST_CASE("Names that ranks disagree about were kept once more") {
   TensorTable table({});
   auto first = LayoutOf({Bytes("t", 16)});

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/string_view.h"
+#include "transport/plan/derived.h"
 
 namespace refitd::group {
 namespace {
@@ -13,6 +14,8 @@ constexpr int kRemovedAtOnce = 2;
 
 absl::string_view Key(std::string_view name) { return {name.data(), name.size()}; }
 std::string_view View(absl::string_view name) { return {name.data(), name.size()}; }
+
+const std::string& NameOfTensor(const TensorSpec& tensor) { return tensor.name; }
 
 // Lets the set refer to another copy of a name that it may have.
 void Move(std::set<std::string_view>* names, std::string_view to) {
@@ -58,6 +61,11 @@ std::vector<std::string> TensorTable::EngineOnlyNames() const {
 const TensorTable::Uses* TensorTable::Find(std::string_view name) const {
   const auto it = tensors_.find(Key(name));
   return it == tensors_.end() ? nullptr : &it->second;
+}
+
+const TensorTable::Uses* TensorTable::FindDerived(std::string_view source) const {
+  const auto it = derived_.find(Key(source));
+  return it == derived_.end() ? nullptr : &it->second;
 }
 
 const TensorSpec& TensorTable::spec(const Use& use) const {
@@ -132,16 +140,14 @@ TensorTable::ListId TensorTable::AddList(const void* key, List list) {
     const auto entry = tensors_.try_emplace(Key(tensors[t].name)).first;
     Uses& uses = entry->second;
     if (!uses.empty()) {
-      const TensorSpec& first = spec(uses.front());
-      if (first.dtype != tensors[t].dtype || first.shape != tensors[t].shape) {
-        mixed_.insert(View(entry->first));
-      }
+      if (spec(uses.front()) != tensors[t]) mixed_.insert(View(entry->first));
     }
     if (!lists_[id].wanted[t]) partly_unwanted_.insert(View(entry->first));
     if (uses.empty() && MatchesAny(engine_only_patterns_, tensors[t].name)) {
       matched_.insert(tensors[t].name);
     }
     uses.push_back({id, t});
+    if (tensors[t].derived != nullptr) derived_[Key(NameAtSource(tensors[t]))].push_back({id, t});
   }
   return id;
 }
@@ -161,26 +167,34 @@ void TensorTable::Remove(ListId id) {
                                     : list.manifest.get());
   looked_up_ += static_cast<int64_t>(list.tensors().size());
   for (const TensorSpec& tensor : list.tensors()) {
-    const auto it = tensors_.find(Key(tensor.name));
-    if (it == tensors_.end()) continue;  // a manifest may have a name twice
-    Uses& uses = it->second;
-    uses.erase(
-        std::remove_if(uses.begin(), uses.end(), [id](const Use& u) { return u.list == id; }),
-        uses.end());
-    if (uses.empty()) {
+    if (tensor.derived != nullptr) RemoveUses(&derived_, NameAtSource(tensor), NameAtSource, id);
+    RemoveUses(&tensors_, tensor.name, NameOfTensor, id);
+    if (const auto it = tensors_.find(Key(tensor.name)); it != tensors_.end()) {
+      Move(&mixed_, View(it->first));
+      Move(&partly_unwanted_, View(it->first));
+    } else {
       mixed_.erase(tensor.name);
       partly_unwanted_.erase(tensor.name);
       matched_.erase(tensor.name);
-      tensors_.erase(it);
-    } else if (it->first.data() == tensor.name.data()) {
-      // The key goes with the list; a list that stays has the name too.
-      Uses left = std::move(uses);
-      tensors_.erase(it);
-      const absl::string_view name = Key(spec(left.front()).name);
-      tensors_.emplace(name, std::move(left));
-      Move(&mixed_, View(name));
-      Move(&partly_unwanted_, View(name));
     }
+  }
+}
+
+void TensorTable::RemoveUses(UsesByName* names, const std::string& name, NameOf name_of,
+                             ListId id) {
+  const auto it = names->find(Key(name));
+  if (it == names->end()) return;  // taken out already: a list may have a name twice
+  Uses& uses = it->second;
+  uses.erase(std::remove_if(uses.begin(), uses.end(), [id](const Use& u) { return u.list == id; }),
+             uses.end());
+  if (uses.empty()) {
+    names->erase(it);
+  } else if (it->first.data() == name.data()) {
+    // The key goes with the list; a list that stays has the name too.
+    Uses left = std::move(uses);
+    names->erase(it);
+    const absl::string_view kept = Key(name_of(spec(left.front())));
+    names->emplace(kept, std::move(left));
   }
 }
 

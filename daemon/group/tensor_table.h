@@ -59,6 +59,9 @@ class TensorTable {
 
   // All declarations of the tensor; null: there is none.
   const Uses* Find(std::string_view name) const;
+  // All declarations of tensors that are derived from `source`; null: there is none.
+  const Uses* FindDerived(std::string_view source) const;
+  bool any_derived() const { return !derived_.empty(); }
   // A name is valid until a list that declares the tensor is removed.
   const absl::flat_hash_map<absl::string_view, Uses>& tensors() const { return tensors_; }
   const TensorSpec& spec(const Use& use) const;
@@ -82,7 +85,7 @@ class TensorTable {
   bool free(ListId list) const { return lists_[list].free(); }
   // All list numbers are below this number.
   size_t lists() const { return lists_.size(); }
-  // Names that are, or were, declared with different dtypes or shapes.
+  // Names that are, or were, declared with different dtypes, shapes or derivations.
   const std::set<std::string_view>& mixed() const { return mixed_; }
 
   // How many tensors were looked up to be added or removed; tests check the cost by it.
@@ -108,7 +111,12 @@ class TensorTable {
     }
   };
 
+  using UsesByName = absl::flat_hash_map<absl::string_view, Uses>;
+  using NameOf = const std::string& (*)(const TensorSpec&);
+
   ListId AddList(const void* key, List list);
+  // Takes list `id`, which has `name`, out of the name's entry.
+  void RemoveUses(UsesByName* names, const std::string& name, NameOf name_of, ListId id);
   void SortPieces(List* list) const;
   void RemoveUnused();
   void Remove(ListId id);
@@ -122,7 +130,8 @@ class TensorTable {
   std::vector<List> lists_;
   absl::flat_hash_map<const void*, ListId> ids_;
   // A key is the name in a list that declares the tensor, so that entering it copies nothing.
-  absl::flat_hash_map<absl::string_view, Uses> tensors_;
+  UsesByName tensors_;
+  UsesByName derived_;  // by the name of the tensor that they are derived from; keys as above
   // Keys of tensors_: no name is kept twice, since a layout may have 262,144 of them (P10).
   std::set<std::string_view> mixed_;
   std::set<std::string_view> partly_unwanted_;

@@ -95,11 +95,16 @@ absl::Status worker::Update::MayComeAgain(const PeerHeader& command) const {
 
 bool worker::Update::Touches(const PartContent& content, const std::vector<bool>& skip) const {
   if (std::find(skip.begin(), skip.end(), false) == skip.end()) return false;
+  const auto stored = [&skip](const DestinationIndex::Tensor& tensor) {
+    return std::any_of(tensor.entries.begin(), tensor.entries.end(),
+                       [&skip](const auto& entry) { return !skip[entry.destination]; });
+  };
   for (size_t i = 0; i < content.ranges.size(); ++i) {
-    const DestinationIndex::Tensor* known = index->Find(content.tensor(i).name);
-    if (known == nullptr) continue;
-    for (const DestinationIndex::Entry& entry : known->entries) {
-      if (!skip[entry.destination]) return true;
+    const std::string& name = content.tensor(i).name;
+    const DestinationIndex::Tensor* const known = index->Find(name);
+    if (known != nullptr && stored(*known)) return true;
+    for (const uint32_t derived : index->DerivedFrom(name)) {
+      if (stored(index->tensors()[derived])) return true;
     }
   }
   return false;
@@ -162,7 +167,8 @@ void Worker::DropIfOver(UpdateId id, const Output& out) {
 
 // Not OK: the first tensor of the header that differs from what this daemon knows by itself (P5).
 absl::Status Worker::Agrees(const Update& update, const PeerHeader& command) const {
-  // The group cut the part from this daemon's bucket, and no other daemon takes part.
+  // There is nothing to compare if the coordinator cut the part from this daemon's own bucket, and
+  // the part crosses no wire.
   const bool own = command.content->bucket == callbacks_.bucket(command.bucket_call);
   if (own && !command.wired) return absl::OkStatus();
   if (command.is_root) {
@@ -172,11 +178,15 @@ absl::Status Worker::Agrees(const Update& update, const PeerHeader& command) con
   const PartContent& content = *command.content;
   for (size_t i = 0; i < content.ranges.size(); ++i) {
     const TensorSpec& tensor = content.tensor(i);
+    const auto check = [&tensor](const TensorSpec& known) {
+      if (known.dtype == tensor.dtype && known.shape == tensor.shape) return absl::OkStatus();
+      return Differs(tensor, "an engine's layout", known.dtype, known.shape);
+    };
     const DestinationIndex::Tensor* known = update.index->Find(tensor.name);
-    if (known == nullptr || (known->dtype == tensor.dtype && known->shape == tensor.shape)) {
-      continue;
+    if (known != nullptr) REFITD_RETURN_IF_ERROR(check(*known->spec));
+    for (const uint32_t derived : update.index->DerivedFrom(tensor.name)) {
+      REFITD_RETURN_IF_ERROR(check(update.index->tensors()[derived].spec->derived->from));
     }
-    return Differs(tensor, "an engine's layout", known->dtype, known->shape);
   }
   return absl::OkStatus();
 }

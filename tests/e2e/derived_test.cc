@@ -1,10 +1,12 @@
 // Derived tensors end to end: trainers hold bfloat16 and float32, engines serve quantised and cast
-// weights, which refits compute on the way. Engines' memory is compared, byte for byte, with what
-// the whole tensors give (transport/derive has the tests of that arithmetic).
+// weights, which refits and pushes compute on the way. Engines' memory is compared, byte for byte,
+// with what the whole tensors give (transport/derive has the tests of that arithmetic).
+#include <algorithm>
 #include <catch2/catch.hpp>
 #include <cstring>
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -54,6 +56,13 @@ Held HoldCut(const Model& model, Cut cut, int rank) {
   }
 }
 
+v1::EngineHello InPlace(const std::string& instance, int rank = 0, int ranks = 1) {
+  v1::EngineHello hello =
+      RawEngine::Hello("g", instance, rank, ranks, v1::DELIVERY_IN_PLACE, std::nullopt);
+  hello.set_wait_ms(30'000);
+  return hello;
+}
+
 struct World {
   // Trainers are shared out evenly over the daemons of the engines, which hold slices along
   // `dimension`.
@@ -71,10 +80,8 @@ struct World {
       REQUIRE(trainers.back()->Register().ok());
     }
     for (int rank = 0; rank < kRanks; ++rank) {
-      v1::EngineHello hello =
-          RawEngine::Hello("g", "i", rank, kRanks, v1::DELIVERY_IN_PLACE, std::nullopt);
+      v1::EngineHello hello = InPlace("i", rank, kRanks);
       hello.set_coordinator(coordinator(daemons[static_cast<size_t>(rank)]));
-      hello.set_wait_ms(30'000);
       engines.push_back(std::make_unique<Holder>(daemons[static_cast<size_t>(rank)]->Connect(),
                                                  hello,
                                                  HoldSlice(model.served, dimension, rank, kRanks)));
@@ -150,10 +157,8 @@ TEST_CASE("a chain hands on what was computed of blocks that shards cut") {
   Daemon c({"--listen-tcp=127.0.0.1:0", "--daemon-id=c"});
   World world({&a, &a}, /*dimension=*/0, Cut::kColumns);
   for (Daemon* const daemon : {&b, &c}) {
-    v1::EngineHello hello =
-        RawEngine::Hello("g", daemon == &b ? "b" : "c", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
+    v1::EngineHello hello = InPlace(daemon == &b ? "b" : "c");
     hello.set_coordinator(a.address());
-    hello.set_wait_ms(30'000);
     world.engines.push_back(
         std::make_unique<Holder>(daemon->Connect(), hello, HoldWhole(world.model.served)));
   }
@@ -199,28 +204,230 @@ TEST_CASE("blocks that no daemon's trainers hold are refused by name, and nothin
 }
 
 // P11: the pushed bytes are not those that the registered memory has.
-TEST_CASE("nothing is derived from the registered memory of a tensor that is pushed") {
+TEST_CASE("what is derived from a tensor that is pushed has the pushed values") {
   Daemon daemon;
   const DerivedModel model;
   Shards trainer(ShardsOn(daemon), model.trained, HoldWhole(model.trained));
   trainer.layout().pushed_tensors = {0};
   REQUIRE(trainer.Register().ok());
-  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
-  hello.set_wait_ms(30'000);
-  // The engine takes "w" as well, so that it can be pushed.
-  Model served = model.served;
-  served.push_back(model.trained[0]);
-  Holder engine(daemon.Connect(), hello, HoldWhole(served));
-  const std::vector<std::string> weights = model.Trained(1);
+  Holder engine(daemon.Connect(), InPlace("i"), HoldWhole(model.served));
+  std::vector<std::string> weights = model.Trained(1);
   trainer.Fill(weights);
+  weights[0] = model.Trained(2)[0];
   auto update = trainer.trainer().Begin({.version = Version(1)});
   INFO(update.status());
   REQUIRE(update.ok());
-  (*update)->PushAsync(client::Bucket::Inline({model.trained[0]}, {model.Trained(2)[0]}), nullptr);
+  (*update)->PushAsync(client::Bucket::Inline({model.trained[0]}, {weights[0]}), nullptr);
   const absl::Status status = (*update)->Refit().status();
   INFO(status);
+  CHECK(status.ok());
+  CHECK(engine.Difference(model.served, model.Served(weights)) == "");
+}
+
+// A trainer rank that pushes tensors of the model from one region.
+struct Pushing {
+  explicit Pushing(const Daemon& daemon, int64_t slot_bytes = kSlotBytes) {
+    client::TrainerOptions options = ShardsOn(daemon);
+    options.connect.spec->slot_bytes = slot_bytes;
+    options.connect.spec->unwanted_tensors = {"odd"};
+    auto attached = client::Trainer::Attach(options);
+    INFO(attached.status());
+    REQUIRE(attached.ok());
+    trainer = *std::move(attached);
+    region = *trainer->NewRegion(int64_t{1} << 20);
+  }
+
+  void Begin(int64_t version, Verification verification = Verification::kReadback) {
+    auto begun = trainer->Begin({.version = Version(version), .verification = verification});
+    INFO(begun.status());
+    REQUIRE(begun.ok());
+    update = *std::move(begun);
+  }
+  // Pushes the elements of `range`, or all of them.
+  absl::Status Push(const TensorSpec& tensor, const std::string& bytes,
+                    std::optional<TensorRange> range = std::nullopt) {
+    bytes.copy(region->data(), bytes.size());
+    client::Bucket bucket = client::Bucket::Unpacked({tensor}, region, {0});
+    if (range.has_value()) bucket.ranges = {*range};
+    return update->Push(std::move(bucket));
+  }
+  // Pushes rows of a matrix from a leased slot.
+  absl::Status PushSlots(const TensorSpec& tensor, const std::string& bytes, int64_t rows) {
+    const int64_t row = tensor.shape.size() < 2 ? tensor.shape[0] : tensor.shape[1];
+    const int64_t elements = ElementCount(tensor.shape).value();
+    const int64_t element_bytes = ElementBytes(tensor.dtype);
+    for (int64_t start = 0; start < elements; start += rows * row) {
+      const int64_t count = std::min(rows * row, elements - start);
+      REFITD_ASSIGN_OR_RETURN(auto slot, update->LeaseSlot());
+      bytes.copy(slot->data() + 512, static_cast<size_t>(count * element_bytes),
+                 static_cast<size_t>(start * element_bytes));
+      client::Bucket bucket = client::Bucket::InSlot({tensor}, std::move(slot), {512});
+      bucket.ranges = {{0, start, count}};
+      REFITD_RETURN_IF_ERROR(update->Push(std::move(bucket)));
+    }
+    return absl::OkStatus();
+  }
+
+  // Holds 128 rows of "w", and a bit more.
+  static constexpr int64_t kSlotBytes = 102'400;
+  std::unique_ptr<client::Trainer> trainer;
+  std::shared_ptr<client::Region> region;
+  std::unique_ptr<client::Update> update;
+};
+
+TEST_CASE("what engines derive is computed of tensors that are pushed, on each engine's node") {
+  Daemon a({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
+  Daemon b({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
+  const bool two_nodes = GENERATE(false, true);
+  const int dimension = GENERATE(0, 1);
+  const int way = GENERATE(0, 1, 2);  // from a region, with the message, from slots
+  const DerivedModel model;
+  Pushing trainer(a);
+  std::vector<std::unique_ptr<Holder>> engines;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const Daemon& daemon = two_nodes && rank == 1 ? b : a;
+    v1::EngineHello hello = InPlace("i", rank, kRanks);
+    if (&daemon == &b) hello.set_coordinator(a.address());
+    engines.push_back(std::make_unique<Holder>(daemon.Connect(), hello,
+                                               HoldSlice(model.served, dimension, rank, kRanks)));
+  }
+  int64_t version = 0;
+  for (const Verification verification :
+       {Verification::kReadback, Verification::kTransfer, Verification::kOff}) {
+    const std::vector<std::string> weights = model.Trained(++version);
+    trainer.Begin(version, verification);
+    for (size_t t = 0; t < weights.size(); ++t) {
+      const TensorSpec& tensor = model.trained[t];
+      absl::Status pushed;
+      if (way == 0) pushed = trainer.Push(tensor, weights[t]);
+      if (way == 1) pushed = trainer.update->Push(client::Bucket::Inline({tensor}, {weights[t]}));
+      if (way == 2) pushed = trainer.PushSlots(tensor, weights[t], 128);
+      INFO(pushed);
+      REQUIRE(pushed.ok());
+    }
+    const auto result = trainer.update->Commit();
+    INFO(result.status());
+    REQUIRE(result.ok());
+    for (const auto& engine : engines) {
+      CHECK(engine->Difference(model.served, model.Served(weights)) == "");
+    }
+  }
+}
+
+TEST_CASE("pushes of what can't be derived from are refused by name, and nothing is written") {
+  Daemon daemon;
+  const DerivedModel model;
+  Pushing trainer(daemon);
+  Holder engine(daemon.Connect(), InPlace("i"), HoldWhole(model.served));
+  const std::vector<std::string> weights = model.Trained(1);
+  const TensorSpec& w = model.trained[0];
+  trainer.Begin(1);
+  const auto refused = [](const absl::Status& status, const std::string& what) {
+    INFO(status);
+    CHECK(absl::IsFailedPrecondition(status));
+    CHECK_THAT(std::string(status.message()), Contains(what));
+  };
+  SECTION("elements that cut a block") {
+    const int64_t start = GENERATE(0, 128 * 384);
+    const int64_t count = GENERATE(384, 127 * 384, 128 * 384 - 1, 129 * 384);
+    refused(trainer.Push(w, weights[0], TensorRange{0, start, count}),
+            "'w.q' is computed of whole blocks of [128, 128]");
+  }
+  SECTION("another dtype") {
+    TensorSpec other = w;
+    other.dtype = DType::kFloat16;
+    refused(trainer.Push(other, weights[0]),
+            "tensor 'w': the bucket has float16 [512, 384], but 'w.q' is derived from bfloat16");
+  }
+  SECTION("an unaligned place") {
+    const absl::Status status = trainer.update->Push(
+        client::Bucket::Packed({{"odd", DType::kUint8, {1}}, w}, trainer.region, 0));
+    CHECK(absl::IsAborted(status));
+    CHECK_THAT(std::string(status.message()), Contains("tensor 'w' lies unaligned in its bucket"));
+  }
+  trainer.update->Abort("it was refused").IgnoreError();
+  CHECK(engine.DifferenceFromEmpty() == "");
+}
+
+TEST_CASE("slots between nodes that hold no whole block of what is derived are refused by name") {
+  Daemon a({"--listen-tcp=127.0.0.1:0", "--daemon-id=a"});
+  Daemon b({"--listen-tcp=127.0.0.1:0", "--daemon-id=b"});
+  const DerivedModel model;
+  Pushing trainer(a, 65'536);
+  v1::EngineHello hello = InPlace("i");
+  hello.set_coordinator(a.address());
+  Holder engine(b.Connect(), hello, HoldWhole(model.served));
+  trainer.Begin(1);
+  const absl::Status status = trainer.Push(model.trained[0], model.Trained(1)[0]);
+  INFO(status);
   CHECK(absl::IsFailedPrecondition(status));
-  CHECK_THAT(std::string(status.message()), Contains("tensor 'w.") && Contains("never pushed"));
+  CHECK_THAT(std::string(status.message()),
+             Contains("tensor 'w'") && Contains("push whole blocks"));
+  trainer.update->Abort("it was refused").IgnoreError();
+  CHECK(engine.DifferenceFromEmpty() == "");
+}
+
+TEST_CASE("a tensor comes by itself or is derived, not both, and not neither") {
+  Daemon daemon;
+  const DerivedModel model;
+  Pushing trainer(daemon);
+  Holder engine(daemon.Connect(), InPlace("i"), HoldWhole(model.served));
+  const std::vector<std::string> weights = model.Trained(1);
+  const std::vector<std::string> served = model.Served(weights);
+  trainer.Begin(1);
+  const auto check = [](const absl::Status& status, const std::string& what) {
+    INFO(status);
+    CHECK(absl::IsFailedPrecondition(status));
+    CHECK_THAT(std::string(status.message()), Contains(what));
+  };
+  const std::string both = "tensor 'w.q' is derived from 'w', and both are pushed";
+  if (GENERATE(true, false)) {
+    REQUIRE(trainer.Push(model.trained[0], weights[0]).ok());
+    check(trainer.Push(model.served[0], served[0]), both);
+  } else {
+    REQUIRE(trainer.Push(model.served[0], served[0]).ok());
+    check(trainer.Push(model.trained[0], weights[0]), both);
+    REQUIRE(trainer.Push(model.served[1], served[1]).ok());
+  }
+  REQUIRE(trainer.Push(model.trained[2], weights[2]).ok());
+  REQUIRE(trainer.Push(model.trained[3], weights[3]).ok());
+  check(trainer.update->Commit().status(),
+        "tensor 'rows.q' of instance i was never pushed, nor 'rows', of which it is made");
+  REQUIRE(trainer.Push(model.trained[1], weights[1]).ok());
+  const auto result = trainer.update->Commit();
+  INFO(result.status());
+  CHECK(result.ok());
+  CHECK(engine.Difference(model.served, served) == "");
+}
+
+// P11: both names are one memory, which can hold one of the two.
+TEST_CASE("tied tensors are derived from pushed tensors of equal values") {
+  Daemon daemon;
+  DerivedModel model;
+  const bool equal = GENERATE(true, false);
+  const TensorSpec copy{"copy", DType::kBFloat16, {512, 384}};
+  Model served = {model.served[0], model.served[1]};
+  for (const TensorSpec& tensor : {model.served[0], model.served[1]}) {
+    auto derivation = std::make_shared<Derivation>(*tensor.derived);
+    derivation->from = copy;
+    served.push_back({"copy" + tensor.name, tensor.dtype, tensor.shape, std::move(derivation)});
+  }
+  Held held = HoldWhole({served[0], served[1]});
+  held.layout.tensors = TensorList(served);
+  held.layout.ties = {{2, 0}, {3, 1}};
+  Pushing trainer(daemon);
+  Holder engine(daemon.Connect(), InPlace("i"), std::move(held));
+  const std::vector<std::string> weights = model.Trained(1);
+  trainer.Begin(1);
+  REQUIRE(trainer.Push(model.trained[0], weights[0]).ok());
+  REQUIRE(trainer.Push(copy, equal ? weights[0] : model.Trained(2)[0]).ok());
+  const absl::Status status = trainer.update->Commit().status();
+  INFO(status);
+  CHECK(status.ok() == equal);
+  if (!equal) {
+    CHECK_THAT(std::string(status.message()),
+               Contains("tensor 'copy' and tensor 'w' are one memory") && Contains("differ"));
+  }
 }
 
 TEST_CASE("a trainer may hold a derived tensor computed") {
@@ -228,9 +435,7 @@ TEST_CASE("a trainer may hold a derived tensor computed") {
   const DerivedModel model;
   Shards trainer(ShardsOn(daemon), model.served, HoldWhole(model.served));
   REQUIRE(trainer.Register().ok());
-  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
-  hello.set_wait_ms(30'000);
-  Holder engine(daemon.Connect(), hello, HoldWhole(model.served));
+  Holder engine(daemon.Connect(), InPlace("i"), HoldWhole(model.served));
   const std::vector<std::string> bytes = model.Served(model.Trained(1));
   trainer.Fill(bytes);
   const auto result = trainer.trainer().Refit({.version = Version(1)});
@@ -244,10 +449,9 @@ TEST_CASE("a layout without scales is refused by name") {
   const DerivedModel model;
   Model served = model.served;
   served.erase(served.begin() + 1);
-  v1::EngineHello hello = RawEngine::Hello("g", "i", 0, 1, v1::DELIVERY_IN_PLACE, std::nullopt);
   client::TrainerOptions options = ShardsOn(daemon);
   Shards trainer(options, model.trained, HoldWhole(model.trained));
-  CHECK_THROWS_WITH(Holder(daemon.Connect(), hello, HoldWhole(served)),
+  CHECK_THROWS_WITH(Holder(daemon.Connect(), InPlace("i"), HoldWhole(served)),
                     Contains("tensor w.q: the layout has the values of fp8_block") &&
                         Contains("but not the scales"));
 }

@@ -109,6 +109,12 @@ std::string Describe(const Derivation& derivation) {
                      ToString(derivation.from.dtype, derivation.from.shape), derivation.from.name);
 }
 
+std::string Describe(const TensorSpec& tensor) {
+  std::string type = ToString(tensor.dtype, tensor.shape);
+  if (tensor.derived == nullptr) return type;
+  return fmt::format("{} ({})", type, Describe(*tensor.derived));
+}
+
 absl::Status NoResult(const Derivation& derivation, std::string_view where) {
   return AboutTensor(Precondition("tensor {}, {}: NaN, an infinity, or numbers too small for a "
                                   "scale, so that the {} can't be computed",

@@ -39,6 +39,8 @@ inline const std::string& NameAtSource(const TensorSpec& tensor) {
 std::string_view NameOf(DerivedKind kind);
 // Returns "values of fp8_block of float32 [256, 256] model.w", for messages.
 std::string Describe(const Derivation& derivation);
+// Returns "float8_e4m3fn [256, 256] (values of ...)"; "bfloat16 [256, 256]" if it is not derived.
+std::string Describe(const TensorSpec& tensor);
 
 // The error for a block without a result. `where` is the place in derivation.from: "element [3,
 // 4]". FAILED_PRECONDITION, with the tensor.

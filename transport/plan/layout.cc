@@ -956,6 +956,30 @@ std::optional<int64_t> IntervalSet::FirstGap(int64_t size) const {
 
 // ---- bucket forming ----
 
+namespace {
+
+// How many of `count` elements from `start` on end after a multiple of `rows` rows of the last two
+// dimensions; 0: none do.
+int64_t CountToRowEnd(const Dims& shape, int64_t start, int64_t count, int64_t rows) {
+  if (shape.size() < 2) return count;
+  const int64_t row = shape.back();
+  const int64_t matrix = row * shape[shape.size() - 2];
+  const int64_t end = start + count;
+  const int64_t cut = end - end % matrix % (rows * row);
+  return std::max<int64_t>(cut - start, 0);
+}
+
+// How many of `count` elements, which don't reach the end of their range, an empty bucket takes, or
+// another.
+int64_t CountToCut(const Dims& shape, int64_t start, int64_t count, bool empty) {
+  const int64_t whole = CountToRowEnd(shape, start, count, kCutRows);
+  if (whole > 0 || !empty) return whole;
+  const int64_t row = CountToRowEnd(shape, start, count, 1);
+  return row > 0 ? row : count;
+}
+
+}  // namespace
+
 std::vector<PackedBucket> FormBuckets(const std::vector<TensorSpec>& tensors,
                                       const std::vector<TensorRange>& ranges, int64_t bucket_bytes,
                                       int64_t max_ranges) {
@@ -968,14 +992,16 @@ std::vector<PackedBucket> FormBuckets(const std::vector<TensorSpec>& tensors,
       if (buckets.empty()) buckets.emplace_back();
       PackedBucket* bucket = &buckets.back();
       const int64_t offset = AlignUp(bucket->bytes);
-      const int64_t fits = (bucket_bytes - offset) / element_bytes;
+      int64_t count = std::clamp<int64_t>((bucket_bytes - offset) / element_bytes, 0, rest.count);
+      if (count < rest.count) {
+        count = CountToCut(tensors[rest.tensor].shape, rest.start, count, /*empty=*/offset == 0);
+      }
       const bool full = static_cast<int64_t>(bucket->ranges.size()) >= max_ranges ||
-                        offset > bucket_bytes || (fits == 0 && rest.count > 0);
+                        offset > bucket_bytes || (count == 0 && rest.count > 0);
       if (full) {
         buckets.emplace_back();
         continue;
       }
-      const int64_t count = std::min(fits, rest.count);
       bucket->ranges.push_back({rest.tensor, rest.start, count});
       bucket->byte_offsets.push_back(offset);
       bucket->bytes = offset + count * element_bytes;

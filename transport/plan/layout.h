@@ -295,10 +295,16 @@ constexpr int64_t AlignUp(int64_t bytes) {
   return (bytes + kPackAlignment - 1) / kPackAlignment * kPackAlignment;
 }
 
-// Packs `ranges` in order into as few buckets of at most `bucket_bytes` as order allows; a range
-// that does not fit into the rest of a bucket is split at an element. bucket_bytes must be at least
-// kPackAlignment. Ranges of no elements are kept (a tensor of size 0 is still delivered). Each
-// bucket has at most `max_ranges` ranges.
+// Tensors are cut after a multiple of so many rows, so that no block of 128 x 128 that is quantised
+// together is cut.
+inline constexpr int64_t kCutRows = 128;
+
+// Packs `ranges` in order into as few buckets of at most `bucket_bytes` as order and cuts allow. A
+// range that does not fit into the rest of a bucket is split after a multiple of kCutRows rows of
+// the tensor's last two dimensions. If so many rows do not fit into an empty bucket, it is split
+// after a row, else at an element, as tensors of one dimension always are. bucket_bytes must be at
+// least kPackAlignment. Ranges of no elements are kept (a tensor of size 0 is still delivered).
+// Each bucket has at most `max_ranges` ranges.
 std::vector<PackedBucket> FormBuckets(const std::vector<TensorSpec>& tensors,
                                       const std::vector<TensorRange>& ranges, int64_t bucket_bytes,
                                       int64_t max_ranges = 65'536);

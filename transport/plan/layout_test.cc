@@ -549,6 +549,35 @@ TEST_CASE("A tensor larger than a bucket is split at elements") {
   CHECK(buckets[2].bytes == 208);
 }
 
+TEST_CASE("A matrix larger than a bucket is split after 128 rows, a row, or at an element") {
+  const auto split = [](const Dims& shape, TensorRange range, int64_t bucket_bytes) {
+    std::vector<std::pair<int64_t, int64_t>> parts;
+    for (const PackedBucket& bucket :
+         FormBuckets({{"first", DType::kFloat32, {10}}, {"w", DType::kBFloat16, shape}},
+                     {{0, 0, 10}, range}, bucket_bytes)) {
+      for (const TensorRange& part : bucket.ranges) {
+        if (part.tensor == 1) parts.emplace_back(part.start, part.count);
+      }
+    }
+    return parts;
+  };
+  using Parts = std::vector<std::pair<int64_t, int64_t>>;
+  constexpr int64_t kRows = 128 * 10;  // elements
+  // 300 rows fit into a bucket, and 274 behind the first tensor.
+  CHECK(split({700, 10}, {1, 0, 7000}, 6000) ==
+        Parts{{0, 2 * kRows}, {2 * kRows, 2 * kRows}, {4 * kRows, 7000 - 4 * kRows}});
+  // Multiples of 128 rows count from each matrix's begin: of 200 rows each.
+  CHECK(split({3, 200, 10}, {1, 0, 6000}, 6000) == Parts{{0, 2000}, {2000, 2000}, {4000, 2000}});
+  // From row 100 on.
+  CHECK(split({700, 10}, {1, 1000, 6000}, 6000) ==
+        Parts{{1000, 2 * kRows - 1000}, {2 * kRows, 2 * kRows}, {4 * kRows, 7000 - 4 * kRows}});
+  // 100 rows fit into an empty bucket.
+  CHECK(split({250, 10}, {1, 0, 2500}, 2000) ==
+        Parts{{0, 1000}, {1000, 280}, {1280, 1000}, {2280, 220}});
+  // Half a row fits into a bucket.
+  CHECK(split({4, 500}, {1, 0, 1000}, 512) == Parts{{0, 256}, {256, 244}, {500, 256}, {756, 244}});
+}
+
 TEST_CASE("two names of exactly one memory are tied, and others that share memory are refused") {
   const TensorSpec embed{"embed", DType::kFloat32, {8, 4}};
   const TensorSpec head{"head", DType::kFloat32, {8, 4}};

@@ -10,6 +10,7 @@
 #include "transport/base/status.h"
 #include "transport/plan/boxes.h"
 #include "transport/plan/by_tensor.h"
+#include "transport/plan/derived.h"
 
 namespace refitd {
 namespace {
@@ -48,11 +49,10 @@ class Planner {
   absl::Status PlanTensor(const TensorSpec& spec, absl::Span<const uint32_t> pieces) {
     const DestinationIndex::Tensor* const target = index_.Find(spec.name);
     if (target == nullptr) return absl::OkStatus();
-    if (target->dtype != spec.dtype || target->shape != spec.shape) {
+    if (target->spec->dtype != spec.dtype || target->spec->shape != spec.shape) {
       return AboutTensor(
-          Precondition("tensor {}: {} in the source, {} in {}", spec.name,
-                       ToString(spec.dtype, spec.shape), ToString(target->dtype, target->shape),
-                       index_.labels()[target->first_destination]),
+          Precondition("tensor {}: {} in the source, {} in {}", spec.name, Describe(spec),
+                       Describe(*target->spec), index_.labels()[target->first_destination]),
           spec.name);
     }
     CollectWanted(*target);
@@ -167,18 +167,17 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
         const auto [it, added] = index->places_.try_emplace(Key(spec.name), next);
         if (added) {
           Tensor& tensor = index->tensors_.emplace_back();
-          tensor.dtype = spec.dtype;
-          tensor.shape = spec.shape;
+          tensor.spec = &spec;
           tensor.first_destination = i;
+          if (spec.derived != nullptr) index->derived_[Key(NameAtSource(spec))].push_back(next);
         }
         places.push_back(it->second);
       }
       const Tensor& tensor = index->tensors_[places.back()];
-      if (tensor.dtype != spec.dtype || tensor.shape != spec.shape) {
+      if (tensor.spec != &spec && *tensor.spec != spec) {
         return AboutTensor(
-            Precondition("tensor {}: {} in {}, {} in {}", spec.name,
-                         ToString(tensor.dtype, tensor.shape), labels[tensor.first_destination],
-                         ToString(spec.dtype, spec.shape), labels[i]),
+            Precondition("tensor {}: {} in {}, {} in {}", spec.name, Describe(*tensor.spec),
+                         labels[tensor.first_destination], Describe(spec), labels[i]),
             spec.name);
       }
     }
@@ -196,6 +195,12 @@ absl::StatusOr<std::shared_ptr<const DestinationIndex>> DestinationIndex::Make(
 const DestinationIndex::Tensor* DestinationIndex::Find(std::string_view name) const {
   const auto it = places_.find(Key(name));
   return it == places_.end() ? nullptr : &tensors_[it->second];
+}
+
+absl::Span<const uint32_t> DestinationIndex::DerivedFrom(std::string_view source) const {
+  const auto it = derived_.find(Key(source));
+  if (it == derived_.end()) return {};
+  return it->second;
 }
 
 absl::StatusOr<MovePlan> Compile(const PlanSource& source, const DestinationIndex& destinations,

@@ -51,20 +51,21 @@ class DestinationIndex {
     uint32_t piece = 0;
   };
   struct Tensor {
-    DType dtype = DType::kUint8;
-    Dims shape;
+    const TensorSpec* spec = nullptr;  // of a layout
     // The destination that declared the tensor first, for error messages.
     uint32_t first_destination = 0;
     absl::InlinedVector<Entry, 8> entries;  // ascending
   };
 
   // A null layout is allowed (for a destination that takes loader delivery) and has no entries.
-  // FAILED_PRECONDITION if two layouts disagree about a tensor's dtype or shape; the message has
-  // both, and the destination's label for each.
+  // FAILED_PRECONDITION if two layouts disagree about a tensor's dtype, shape or derivation; the
+  // message has both, and the destination's label for each.
   static absl::StatusOr<std::shared_ptr<const DestinationIndex>> Make(
       std::vector<std::shared_ptr<const Layout>> destinations, std::vector<std::string> labels);
 
   const Tensor* Find(std::string_view name) const;
+  // Indices into tensors() of those that are derived from `source`; ascending.
+  absl::Span<const uint32_t> DerivedFrom(std::string_view source) const;
   const std::vector<std::shared_ptr<const Layout>>& destinations() const { return destinations_; }
   const std::vector<std::string>& labels() const { return labels_; }
   const std::vector<Tensor>& tensors() const { return tensors_; }
@@ -75,6 +76,7 @@ class DestinationIndex {
   std::vector<Tensor> tensors_;
   // Places in `tensors_`. The keys are names in the layouts, so that an entry copies nothing.
   absl::flat_hash_map<absl::string_view, uint32_t> places_;
+  absl::flat_hash_map<absl::string_view, std::vector<uint32_t>> derived_;  // by source
 };
 
 // The most moves of a plan, about 0.5 GiB.
@@ -93,7 +95,8 @@ struct PlanSource {
   absl::Span<const Piece> pieces;
 };
 
-// Computes the plan of a push: all elements of the source that destinations want. No two pieces may
+// Computes the plan of a push: all elements of the source that destinations want; derived tensors
+// come with pieces of their own. No two pieces may
 // share an element (UpdateCoverage takes each element once), and layouts must be valid
 // (ValidateLayout, with `destination`). Errors, naming the tensor: FAILED_PRECONDITION: the source
 // and a destination disagree about dtype or shape. RESOURCE_EXHAUSTED: more than max_moves moves,

@@ -423,12 +423,6 @@ class Router {
   using Names = absl::flat_hash_set<std::string_view>;
   static Names Set(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
-  static std::string Describe(const TensorSpec& tensor) {
-    std::string type = ToString(tensor.dtype, tensor.shape);
-    if (tensor.derived == nullptr) return type;
-    return fmt::format("{} ({})", type, refitd::Describe(*tensor.derived));
-  }
-
   void FindDisagreements(std::vector<std::string>* reasons) const {
     struct First {
       const TensorSpec* spec = nullptr;
@@ -638,7 +632,7 @@ class Router {
     if (chained_) {
       CutByClasses();
     } else {
-      JoinEqual();
+      JoinEqualBoxes();
     }
   }
 
@@ -672,7 +666,9 @@ class Router {
     return union_of_.back();
   }
 
-  void JoinEqual() {
+  // Makes one entry of entries with equal boxes, which all their nodes want. Boxes that overlap
+  // without being equal stay as they are.
+  void JoinEqualBoxes() {
     if (wanted_.size() <= 1) return;
     std::sort(wanted_.begin(), wanted_.end(),
               [](const Wanted& a, const Wanted& b) { return BoxLess(a.box, b.box); });

@@ -25,7 +25,7 @@ from ._core.native import Handle, check, error_of, last_failure, made_by, reads_
 from ._core.tensors import copy_host, is_torch, source_of
 from .errors import DeadlineExceeded, Error, FailedPrecondition, Failure, InvalidArgument, UpdateAborted
 from .layout import DEFAULT_STAGING_BYTES, Box, Layout, PushedTensors, TensorSpec, devices
-from .layout.memory import DeviceBytes, HostBytes, Source
+from .layout.memory import DeviceBytes, HostBytes, Source, to_row_end
 
 
 VERIFICATIONS = {None: 0, "off": 1, "transfer": 2, "readback": 3}
@@ -264,10 +264,11 @@ class Update:
             with self._lock:
                 known = self._trainer._seen[name] = PushedTensor(spec, kind, self._packer.learn(spec))
         with self._lock:
-            self._pack(known.number, start, source)
+            self._pack(known, start, source)
 
-    def _pack(self, number: int, start: int, source: Source) -> None:
+    def _pack(self, known: PushedTensor, start: int, source: Source) -> None:
         """Copies the source into slots: into one if it fits, else in parts."""
+        number = known.number
         nbytes = source.elements * source.dtype.itemsize
         # A bucket has a tensor only once: a further part of the tensor goes into the next bucket.
         if self._slot is not None and nbytes > self._packer.room(number) and self._packer.count:
@@ -280,6 +281,8 @@ class Update:
         while done < source.elements:
             slot = self._slot or self._lease()
             count = min(source.elements - done, self._packer.room(number) // source.dtype.itemsize)
+            if done + count < source.elements:
+                count = to_row_end(known.spec.shape, start + done, count) or count
             self._put(slot, number, start, source, done, count)
             done += count
             if done < source.elements:

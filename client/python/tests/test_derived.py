@@ -102,6 +102,51 @@ class DerivedTest(DaemonTest):
                         self.assertTrue(torch.equal(bits(served["w.q"]), bits(values)))
                         self.assertTrue(torch.equal(bits(served["w.s"]), bits(scale)))
 
+    def test_a_push_brings_what_is_derived_from_its_tensors(self):
+        shape, kind = (700, 256), "fp8_block"
+        for slots in ({}, {"slot_bytes": 135_168}):  # of 256 rows, and a bit more
+            for listed in (False, True):
+                with self.subTest(slots=slots, listed=listed):
+                    self.group = f"pushed-{len(slots)}-{listed}"
+                    trainer = self.trainer(spec=refitd.GroupSpec(**slots))
+                    source, rest = refitd.TensorSpec("w", "bfloat16", shape), refitd.TensorSpec("v", "bfloat16", shape)
+                    derived = {
+                        name: refitd.Derived(tensor, kind, role)
+                        for name, tensor, role in (("w.q", source, "values"), ("w.s", source, "scales"), ("v.q", rest, "values"), ("v.s", rest, "scales"))
+                    }
+                    blocks = (6, 2)
+                    served = self.served(
+                        [(name, blocks if name.endswith("s") else shape, torch.float32 if name.endswith("s") else torch.float8_e4m3fn) for name in derived],
+                        derived,
+                    )
+                    registered = refitd.empty(shape, torch.bfloat16, like="torch")
+                    if listed:
+                        trainer.register({"v": registered})
+                    for version in (1, 2):
+                        weight, other = weights(shape, torch.bfloat16, version), weights(shape, torch.bfloat16, version + 7)
+                        registered.copy_(other)
+                        with trainer.update(version, with_layout=listed) as update:
+                            update.push("w", weight)
+                            if not listed:
+                                update.push("v", other)
+                        for name, expected in (("w", weight), ("v", other)):
+                            values, scales = quantised(kind, expected)
+                            self.assertTrue(torch.equal(bits(served[f"{name}.q"]), bits(values)))
+                            self.assertTrue(torch.equal(bits(served[f"{name}.s"]), bits(scales)))
+
+    def test_a_pushed_part_that_cuts_a_block_is_refused_by_name(self):
+        shape = (256, 256)
+        trainer = self.trainer()
+        source = refitd.TensorSpec("w", "bfloat16", shape)
+        self.served(
+            [("w.q", shape, torch.float8_e4m3fn), ("w.s", (2, 2), torch.float32)],
+            {"w.q": refitd.Derived(source, "fp8_block"), "w.s": refitd.Derived(source, "fp8_block", "scales")},
+        )
+        weight = weights(shape, torch.bfloat16, 1)
+        with pytest.raises(refitd.FailedPrecondition, match=r"'w\.q' is computed of whole blocks of \[128, 128\]"), trainer.update(1) as update:
+            update.push("w", weight[:100], shape=shape)
+            update.push("w", weight[100:], shape=shape, start=100 * 256)
+
     def test_a_cast_has_the_bits_of_torch(self):
         for dtype in (torch.bfloat16, torch.float16):
             self.group = str(dtype)

@@ -490,6 +490,21 @@ class Source(NamedTuple):
     owner: Any
 
 
+def to_row_end(shape: tuple[int, ...], start: int, count: int) -> int:
+    """How many of `count` elements from `start` on end after a multiple of 128 rows of the last two dimensions, so that no block that is
+    quantised together is cut, or after a row. 0: none do; of one dimension, all do."""
+    if len(shape) < 2:
+        return count
+    row = shape[-1]
+    end = start + count
+    matrix = end - end % (row * shape[-2])  # where the one begins in which the elements end
+    for rows in (128, 1):
+        cut = end - (end - matrix) % (rows * row)
+        if cut > start:
+            return cut - start
+    return 0
+
+
 def versioned(things: Iterable[Any]) -> list[Any]:
     """The torch tensors among these that have a version, each once."""
     import torch
