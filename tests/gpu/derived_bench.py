@@ -1,10 +1,11 @@
 """Derived tensors on GPUs or the host: their bits beside torch's operators, and how long a refit takes that computes them.
 
   PYTHONPATH=$PWD/site python3 refitd-gpu/derived_bench.py [--models qwen3-4b,...] [--rounds N] [--elements N] [--kinds KIND,...] [--beside bfloat16,fp8] [--oracle FILE]
-      [--ranks N] [--colocated] [--device cuda|cpu] [--layers N] [--json FILE]
+      [--ranks N | --push] [--colocated] [--device cuda|cpu] [--layers N] [--json FILE]
 
 The trainer is this process, on the first GPU; the engine is a process of its own on the last, or (--colocated) on the first too. --ranks: so many
 trainer ranks have equal ranges of rows of each tensor, as FSDP gives them, so that they cut blocks; they share the GPUs in turns, all in this process.
+--push: the trainer pushes all tensors instead of registering them.
 Bits: of each kind and each dtype of the source, --elements elements with zeros, ties, powers of two and blocks of very different sizes; whole tensors,
 windows of tensors, and edges of blocks. Both values and scales are compared. --oracle: a Python file whose `quantise(kind, weight)` returns the
 expected values and scales; without it the functions below do.
@@ -326,8 +327,10 @@ class Run:
                 shards.append((begin, new((end - begin, *shape[1:]), dtype, device)))
                 held.append(refitd.Shard(tensor, shape, shards[-1][1], (begin,) + (0,) * (len(shape) - 1)))
             trainer = refitd.Trainer(name, rank=rank, world_size=ranks, socket=daemon.socket, device="host" if self.device == "cpu" else device_uuid(device))
-            trainer.register(held)
+            if not options.push:
+                trainer.register(held)
             self.trainers.append(trainer)
+        self.pushes = options.push
         self.peer = Peer(options, daemon, name, case)
         self.version = 0
         self.bytes = self.peer.line()["bytes"]
@@ -348,7 +351,11 @@ class Run:
         self.version += 1
         self.fill(self.version)
         began = time.monotonic()
-        if len(self.trainers) == 1:
+        if self.pushes:
+            with self.trainers[0].update(self.version, verification=verification) as update:
+                for entry, shards in zip(self.case.entries, self.shards):
+                    update.push(entry[0], shards[0][1])
+        elif len(self.trainers) == 1:
             self.trainers[0].refit(self.version, verification=verification)
         else:
             with concurrent.futures.ThreadPoolExecutor(len(self.trainers)) as pool:
@@ -464,6 +471,7 @@ def main():
     parser.add_argument("--kinds", help="default: all that the device has")
     parser.add_argument("--beside", default="bfloat16,fp8", help="what else is measured")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
+    parser.add_argument("--push", action="store_true", help="what one rank has, instead of registering it")
     parser.add_argument("--oracle", help="a file with quantise(kind, weight)")
     parser.add_argument("--colocated", action="store_true")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -473,6 +481,8 @@ def main():
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.push and options.ranks > 1:
+        parser.error("--push: one rank pushes")
     options.kinds = options.kinds.split(",") if options.kinds else [kind for kind in KINDS if options.device != "cpu" or kind != "fp8_block_inductor"]
     options.beside = options.beside.split(",") if options.beside else []
     if options.engine:
