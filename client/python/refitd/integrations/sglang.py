@@ -26,14 +26,13 @@ from typing import Any
 from .. import errors
 from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from ..layout import TensorSpec
+from ..layout import TensorSpec, devices
 from ..layout.memory import digest
 from ..serving.ahead import Portion, as_before
-from ..serving.delivery import (
-    ATTRIBUTE, KEPT, Delivery, Snapshot, Steps, decided, keep_memory, note_changes, prove_kept, proved, synchronise, tensors_of,
-)  # fmt: skip
+from ..serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of
 from ..serving.derived import Quantised
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
+from ..serving.evidence import ATTRIBUTE, KEPT, Snapshot, note_changes
 from ..serving.proof import Probe, gathered, token_ids, tokens_for, union_over
 from ..serving.rank import EngineLoop, Kept, Rank, TakeUp, find_kept
 from ..serving import Settings, read_manifest
@@ -907,7 +906,7 @@ class Backend:
 
     def _decide(self, settings: Settings) -> Delivery:
         manifest = self._manifest(settings)
-        synchronise(self._device)  # batches that the scheduler has launched read the weights
+        devices.synchronize(self._device)  # batches that the scheduler has launched read the weights
         with ExitStack() as rooms:
             made = proved(self.model, settings, manifest, self._device, self.rank.clean, self._steps(rooms))
         return made

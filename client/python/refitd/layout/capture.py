@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from .._core import paused
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from . import Box, NotBoxes, TensorSpec, devices, first_overlap, matcher, view_boxes
+from . import Box, NotBoxes, TensorSpec, devices, first_overlap, matcher, span, view_boxes
 from .memory import Memory, resolve, torch_dtype
 
 # A loader that looks at the values of a tensor is run again without that tensor. After this many runs, capture fails.
@@ -141,9 +141,9 @@ class Captured:
                 "give each a tensor by place()",
                 culprit=f"parameter '{unplaced}'",
             )
-        boxes = _boxes_in(self.direct, self.tensors, self._parameters)
+        boxes = boxes_in(self.direct, self.tensors, self._parameters)
         for processed in self.processed.values():
-            boxes += _boxes_in(processed.copies, self.tensors, self._loader_tensors)
+            boxes += boxes_in(processed.copies, self.tensors, self._loader_tensors)
         return boxes
 
 
@@ -306,7 +306,7 @@ def _byte_range(tensor: Any) -> tuple[int, int]:
     """The bytes [begin, end) of its storage that a tensor's elements lie in."""
     itemsize = tensor.element_size()
     begin = tensor.storage_offset() * itemsize
-    return begin, begin + _span(tensor.shape, tensor.stride()) * itemsize
+    return begin, begin + span(tensor.shape, tensor.stride()) * itemsize
 
 
 class _Module:
@@ -326,12 +326,6 @@ class _Module:
                     replaced.append(prefix + name)
                     held[name] = tensor
         return replaced
-
-
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    if 0 in shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides))
 
 
 class _Event(NamedTuple):
@@ -831,7 +825,7 @@ def _memory_dims(tensor: Any) -> list[int]:
         if not dims:
             dims.append(n)
         elif stride == 0 or outer % stride:
-            return [_span(tensor.shape, tensor.stride())]
+            return [span(tensor.shape, tensor.stride())]
         else:
             dims.append(outer // stride)
         outer = stride
@@ -859,7 +853,7 @@ def _judge_parameter(run: _Run, name: str, uses: Sequence[_Used]) -> int:
     return sum(prod(copy.extent) for copy in copies if copy.name not in run.unsupported)
 
 
-def _boxes_in(copies: Sequence[Copy], tensors: Sequence[TensorSpec], parameters: Mapping[str, Any]) -> list[Box]:
+def boxes_in(copies: Sequence[Copy], tensors: Sequence[TensorSpec], parameters: Mapping[str, Any]) -> list[Box]:
     memories: dict[str, tuple[Memory, int]] = {}
     boxes = []
     for copy in copies:
@@ -873,7 +867,7 @@ def _boxes_in(copies: Sequence[Copy], tensors: Sequence[TensorSpec], parameters:
 
 def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
     itemsize = tensor.element_size()
-    nbytes = _span(tensor.shape, tensor.stride()) * itemsize
+    nbytes = span(tensor.shape, tensor.stride()) * itemsize
     if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + nbytes or tensor.device.type == "meta":
         raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=f"parameter '{name}'")
     what = f"parameter '{name}'"

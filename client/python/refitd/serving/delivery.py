@@ -11,11 +11,6 @@
 
 What is none of them is refused by name, before anything is registered.
 
-Equal shapes prove nothing: some kernels shuffle weights in place, and some keep a prepacked copy aside. So the engine's loader takes a
-`Snapshot` of each module between loading and post-processing, with a digest of every parameter, filled with random values. Afterwards
-`changes` lists what is different: a parameter's bytes or geometry, or anything that the module or its quantisation method got and that may
-hold a copy of weights. A module without a change reads what the loader wrote.
-
 The forward proof (`proved`) of what is written in place and of modules that are processed: what fails is processed, where it was direct and
 the engine post-processes its module, and proved again; what fails then is refused by name. An engine that serves its checkpoint keeps its
 weights: versions are delivered both ways only into random ones.
@@ -23,201 +18,26 @@ weights: versions are delivered both ways only into random ones.
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._core.tensors import Places
 from ..errors import Error, FailedPrecondition
-from ..layout import Box, TensorSpec
-from ..layout.capture import Processed
+from ..layout import Box, TensorSpec, span
+from ..layout.capture import Processed, boxes_in, capture
 from ..layout.memory import DTYPES, Arena, digest, empty, locate, resolve, torch_dtype
 from ..layout.placement import KeptArenas, adopt_in_arenas, adopt_tensors, empty_in_arena
-from . import ahead, derived, proof
+from ..layout.shards import collect
+from . import Settings, ahead, derived, proof
 from .ahead import Portion
 from .derived import NotDerived, Quantised, Requantised
+from .evidence import ATTRIBUTE, KEPT, UNPROVED, Entry, entries_of, reasons_against, written_in_arenas
 from .proof import Probe, Proof, Prover
-
-if TYPE_CHECKING:
-    from . import Settings
-
-# The attribute of a model that has its evidence: for each module, what changes() found.
-ATTRIBUTE = "_refitd_evidence"
-# The attribute of a model whose weights lie in arenas: by name, the digests that parameters had when they were moved there.
-MOVED = "_refitd_moved"
-# The attribute of a model whose weights lie in arenas: refitd.serving.rank.Kept, what was kept of this rank's last process.
-KEPT = "_refitd_kept"
-# The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
-CONFIGURATION = "_refitd_vllm_config"
-# Objects that a search for copies of weights looks at; a value that reaches more counts as a copy.
-MAX_OBJECTS = 4096
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, slice, range)
-
-
-@dataclass
-class Snapshot:
-    """A module's parameters and other attributes at one moment."""
-
-    tensors: dict[str, tuple[Any, ...]]
-    attributes: dict[str, Any]
-    method: dict[str, Any]
-
-    @classmethod
-    def of(cls, module: Any) -> Snapshot:
-        held: dict[str, Any] = {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
-        tensors: dict[str, tuple[Any, ...]] = {name: (t.dtype, tuple(t.shape), t.stride(), t.data_ptr(), digest(t)) for name, t in held.items()}
-        return cls(tensors, _attributes(module), _attributes(getattr(module, "quant_method", None)))
-
-
-def changes(module: Any, before: Snapshot, after: Snapshot | None = None, placed: Set[int] = frozenset()) -> dict[str, str]:
-    """By parameter or attribute, the changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later.
-    `after`: the module now; None: it is made here. `placed`: ids of tensors whose bytes are others since."""
-    after = Snapshot.of(module) if after is None else after
-    found = {}
-    for name in sorted(before.tensors.keys() | after.tensors.keys()):
-        was, now = before.tensors.get(name), after.tensors.get(name)
-        if was is None or now is None:
-            found[name] = f"'{name}' was {'added' if was is None else 'removed'}"
-        elif was[:3] != now[:3]:
-            found[name] = f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}"
-        elif was[4] != now[4] and id(_tensor_of(module, name)) not in placed:
-            found[name] = f"the bytes of '{name}' were changed"
-    # On a CPU a view may hold a copy: delivery in place moves the parameter into a region, and the view keeps the old memory.
-    held = [t for t in (*module.parameters(), *module.buffers()) if t is not None]
-    own = {t.untyped_storage().data_ptr() for t in held if t.device.type != "cpu"}
-    same = {id(t) for t in held}
-    for what, was_all, now_all in (("", before.attributes, after.attributes), ("quant_method.", before.method, after.method)):
-        for name, now in now_all.items():
-            if name in was_all and was_all[name] is now:
-                continue
-            why = may_hold_copy(now, own, same)
-            if why:
-                found[what + name] = f"'{what}{name}' {why}"
-    return found
-
-
-def _tensor_of(module: Any, name: str) -> Any:
-    found = module._parameters.get(name)
-    return module._buffers.get(name) if found is None else found
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    """The attributes that are no parameters, buffers or submodules: the objects, so that no later object gets the id of one."""
-    return {name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
-
-
-def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: Callable[[], Any] | None, inside: Any) -> None:
-    """Leaves the evidence in a model that was loaded and post-processed. `before`: its modules' snapshots between the two. `find_kept`: not
-    None: moves the parameters that may be written in place into arenas (refitd.adopt), before the engine measures its memory and captures
-    graphs; those of this rank's last process, if it finds them (refitd.serving.rank.Kept). `inside`: as in decide()."""
-
-    def note(placed: Set[int] = frozenset()) -> dict[int, Snapshot]:
-        after = {id(layer): Snapshot.of(layer) for layer, _ in before}
-        found = {id(layer): changes(layer, snapshot, after[id(layer)], placed) for layer, snapshot in before}
-        object.__setattr__(model, ATTRIBUTE, found)
-        return after
-
-    note()
-    if find_kept is None:
-        return
-    held = _held(model)
-    try:
-        why = _reasons(model, held, inside)
-    except FailedPrecondition:
-        return  # decide() refuses the model for the same reason
-    kept = find_kept()
-    arenas = KeptArenas() if kept is None else kept.arenas
-    moved = [entry for entry in held if entry.is_parameter and entry.name not in why]
-    placed = {id(tensor) for tensor in adopt_in_arenas((entry.tensor for entry in moved), arenas)}
-    if kept is not None and not placed and kept.arenas.taken:
-        kept.release()  # it is of another model
-    after = note(placed)  # views of the memory that the parameters had are copies now
-    object.__setattr__(model, KEPT, kept)
-    # A parameter in kept memory can't be written before that memory is registered.
-    digests = {entry.name: after[id(entry.module)].tensors[entry.name.rpartition(".")[2]][4] for entry in moved if id(entry.tensor) not in placed}
-    object.__setattr__(model, MOVED, digests)
-
-
-def _written(model: Any) -> dict[str, str]:
-    """By name, why parameters in arenas can't be there: the engine wrote to them since it was loaded, as it profiled its memory and warmed up."""
-    moved: dict[str, int] = getattr(model, MOVED, {})
-    named = dict(model.named_parameters())
-    why = "was written by the engine's own runs, and what they write would be lost at the next version: start it without an arena"
-    found = {name: why for name, was in moved.items() if name in named and digest(named[name]) != was}
-    if not found:
-        object.__setattr__(model, MOVED, {})  # from now on the proof and versions write
-    return found
-
-
-def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
-    """Why `value` may hold a copy of weights; None if everything that it reaches was seen, and each tensor there has an id in `same` or a
-    storage in `own`."""
-    import torch
-
-    queue: list[Any] = [value]
-    seen: set[int] = set()
-    while queue:
-        item = queue.pop()
-        if isinstance(item, _PLAIN) or id(item) in seen or isinstance(item, (torch.dtype, torch.device, torch.Size, torch.layout)):
-            continue
-        seen.add(id(item))
-        if len(seen) > MAX_OBJECTS:
-            return "reaches too many objects to be searched"
-        if isinstance(item, torch.Tensor):
-            if item.numel() and id(item) not in same and item.untyped_storage().data_ptr() not in own:
-                return f"has a tensor of its own or a view, {item.dtype} {tuple(item.shape)}"
-            continue
-        reached = _reached(item)
-        if reached is None:
-            return f"has a {type(item).__module__}.{type(item).__qualname__}, whose inside can't be seen"
-        queue.extend(reached)
-    return None
-
-
-def _reached(item: Any) -> Iterable[Any] | None:
-    """The objects that `item` refers to; None: they can't be seen."""
-    if isinstance(item, (list, tuple, set, frozenset)):
-        return list(item)
-    if isinstance(item, dict):
-        return [*item.keys(), *item.values()]
-    if isinstance(item, functools.partial):
-        return [item.func, *item.args, *item.keywords.values()]
-    if isinstance(item, types.MethodType):
-        return [item.__self__, item.__func__]
-    if isinstance(item, types.FunctionType):
-        cells = [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
-        return [*cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
-    if isinstance(item, (types.BuiltinFunctionType, types.ModuleType)):
-        return []
-    if hasattr(item, "__dict__") and type(item).__module__.split(".")[0] not in ("builtins", "_ctypes"):
-        slots = [getattr(item, name) for kind in type(item).__mro__ for name in _slots(kind) if hasattr(item, name)]
-        return [*vars(item).values(), *slots]
-    return None
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-UNPROVED = "is post-processed, and the load format is not 'refitd', which would tell whether its kernel reads what the loader writes"
-
 
 @dataclass
 class Prepacked:
@@ -313,16 +133,6 @@ class Delivery:
         }
 
 
-@dataclass
-class _Entry:
-    """A parameter or buffer of a module."""
-
-    name: str
-    module: Any
-    tensor: Any
-    is_parameter: bool
-
-
 def decide(
     model: Any,
     manifest: Sequence[TensorSpec],
@@ -336,8 +146,8 @@ def decide(
 
     Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
     """
-    held = _held(model)
-    why = _reasons(model, held, inside)
+    held = entries_of(model)
+    why = reasons_against(model, held, inside)
     why.update({entry.name: reason for entry in held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
     captured = _capture(model, manifest, held, inside, processed=lambda name: False)
     fed = _fed(model, captured, inside)
@@ -380,7 +190,7 @@ def _fed(model: Any, captured: Any, inside: Any) -> dict[str, str]:
 
 
 def _requantised(
-    model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], captured: Any, fed: dict[str, str], why: dict[str, str],
+    model: Any, manifest: Sequence[TensorSpec], held: Sequence[Entry], captured: Any, fed: dict[str, str], why: dict[str, str],
     settings: Settings, device: Any, inside: Any,
 ) -> list[Requantised]:  # fmt: skip
     """The modules whose values and scales can be written as derived tensors. `fed`: of _fed(). `why`: gets, by parameter, why those of other modules
@@ -408,7 +218,7 @@ def _requantised(
 
 
 def _requantised_one(
-    name: str, module: Any, quantised: Sequence[Quantised], kinds: tuple[str, ...], own: Sequence[_Entry], captured: Any, taken: list[TensorSpec],
+    name: str, module: Any, quantised: Sequence[Quantised], kinds: tuple[str, ...], own: Sequence[Entry], captured: Any, taken: list[TensorSpec],
     fed: dict[str, str],
 ) -> Requantised:  # fmt: skip
     """`kinds`: as in Requantised. `own`: what the module holds. `taken`: the checkpoint's tensors that it takes. Raises NotDerived."""
@@ -439,9 +249,9 @@ def _reason_in(failed: Mapping[str, str], name: str) -> str:
     return failed.get(name, "") or failed.get(name.rpartition(".")[0], "")
 
 
-def _prepackable(held: Sequence[_Entry], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
+def _prepackable(held: Sequence[Entry], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
     """The processed modules that only prepack their parameters, and share no tensor of the checkpoint with a module that is reloaded."""
-    entries: dict[int, list[_Entry]] = {}
+    entries: dict[int, list[Entry]] = {}
     for entry in held:
         entries.setdefault(id(entry.module), []).append(entry)
     found = {
@@ -457,65 +267,18 @@ def _prepackable(held: Sequence[_Entry], captured: Any, sources: dict[str, set[i
         found -= shared
 
 
-def _is_matrix(captured: Any, entry: _Entry) -> bool:
+def _is_matrix(captured: Any, entry: Entry) -> bool:
     """Whether tensors of the checkpoint fill the parameter, and it is a matrix or a vector: others are not only prepacked."""
     found = captured.processed.get(entry.name)
     return found is not None and len(found.shape) <= 2
 
 
-def _held(model: Any) -> list[_Entry]:
-    """All parameters and buffers, each once: tied ones under their first name."""
-    found: list[_Entry] = []
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):
-            for name, tensor in tensors.items():
-                if tensor is None or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                found.append(_Entry(f"{prefix}.{name}" if prefix else name, module, tensor, is_parameter))
-    return found
-
-
-def _reasons(model: Any, held: Sequence[_Entry], inside: Any) -> dict[str, str]:
-    """By parameter, why its module can't be written in place."""
-    evident: dict[int, dict[str, str]] | None = getattr(model, ATTRIBUTE, None)
-    reasons = {}
-    for entry in held:
-        if evident is not None and id(entry.module) in evident:
-            expected = {name for each in inside.quantised(entry.module) if each.kind for name in (each.values, each.scales)}
-            unexpected = [text for name, text in evident[id(entry.module)].items() if name not in expected]
-            if unexpected and not inside.is_attention(entry.module):
-                reasons[entry.name] = "; ".join(unexpected)
-        elif getattr(entry.module, "quant_method", None) is not None:
-            reasons[entry.name] = UNPROVED
-    methods = {id(module.quant_method) for module in model.modules() if hasattr(module, "quant_method")}
-    for name, module in model.named_modules():
-        if id(module) in methods:
-            continue  # a quantisation method that is a module: its changes count as those of the module that it serves
-        changed = (evident or {}).get(id(module), {})
-        reprocessed = getattr(module, "quant_method", None) is not None or inside.is_attention(module)
-        if changed and not reprocessed:
-            raise FailedPrecondition(
-                f"module '{name}' ({type(module).__name__}) is changed after loading, and vLLM does not do that again when weights "
-                f"are reloaded: {'; '.join(changed.values())}",
-                culprit=f"module '{name}'",
-            )
-    if evident is None and hasattr(model, "process_weights_after_loading"):
-        raise FailedPrecondition(
-            f"{type(model).__name__} is post-processed as a whole: start vLLM with --load-format refitd, which tells what that changes"
-        )
-    return reasons
-
-
 def _capture(
-    model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], inside: Any, processed: Any, fed: Mapping[str, str] = MappingProxyType({})
+    model: Any, manifest: Sequence[TensorSpec], held: Sequence[Entry], inside: Any, processed: Any, fed: Mapping[str, str] = MappingProxyType({})
 ) -> Any:
     """Runs the loader dry with parameters in its format. `fed`: of _fed(): the loader gets values of these tensors. Raises FailedPrecondition where
     post-processing removed a parameter."""
     import torch
-
-    from ..layout.capture import capture
 
     with inside.LoaderFormat(model):
         loaded: dict[str, Any] = {}
@@ -601,7 +364,7 @@ def _tied_modules(model: Any) -> list[Any]:
 def _delivery_of(
     model: Any,
     manifest: Sequence[TensorSpec],
-    held: Sequence[_Entry],
+    held: Sequence[Entry],
     captured: Any,
     modules: set[int],
     prepacked: set[int],
@@ -710,7 +473,7 @@ def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]
     return tied
 
 
-def _padded(held: Sequence[_Entry], captured: Any, inside: Any) -> list[str]:
+def _padded(held: Sequence[Entry], captured: Any, inside: Any) -> list[str]:
     """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only."""
     padded, unfilled = [], {}
     for entry in held:
@@ -735,12 +498,10 @@ def _check_room(total: int, loader_bytes: int, processed: dict[str, str]) -> Non
     )
 
 
-def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set[int], arena: bool) -> list[Prepacked]:
+def _prepacked(model: Any, held: Sequence[Entry], captured: Any, prepacked: set[int], arena: bool) -> list[Prepacked]:
     """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written. With `arena` that
     memory is torch's, and _boxes() moves it into an arena."""
     import torch
-
-    from ..layout.capture import _span
 
     names = {id(module): name for name, module in model.named_modules()}
     made: dict[int, Prepacked] = {}
@@ -752,8 +513,8 @@ def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set
         wanted = captured.processed[entry.name]
         filled = entry.tensor
         if (resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
-            span = _span(wanted.shape, wanted.strides)
-            whole = torch.empty(span, dtype=torch_dtype(wanted.dtype)) if arena else empty(span, wanted.dtype, like="torch")
+            size = span(wanted.shape, wanted.strides)
+            whole = torch.empty(size, dtype=torch_dtype(wanted.dtype)) if arena else empty(size, wanted.dtype, like="torch")
             filled = torch.nn.Parameter(whole.as_strided(wanted.shape, wanted.strides), requires_grad=False)
             found.beside += whole.nbytes
         found.filled[entry.name.rpartition(".")[2]] = filled
@@ -772,13 +533,10 @@ def _make_loader_tensors(specs: Sequence[TensorSpec], device: Any, in_arenas: Ke
 
 
 def _boxes(
-    made: Delivery, captured: Any, direct: Sequence[_Entry], held: Sequence[_Entry], device: Any, in_arenas: KeptArenas | None
+    made: Delivery, captured: Any, direct: Sequence[Entry], held: Sequence[Entry], device: Any, in_arenas: KeptArenas | None
 ) -> list[Box]:
     """The boxes to register: of parameters that are written in place, of prepacked modules, and of the loader tensors. `in_arenas`: as in
     _make_loader_tensors()."""
-    from ..layout.capture import _boxes_in
-    from ..layout.shards import collect
-
     filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
     if device.type == "cpu":
         tensors = [*(entry.tensor for entry in direct), *filled.values()]
@@ -786,11 +544,11 @@ def _boxes(
             adopt_in_arenas(tensors, in_arenas)
         else:
             adopt_tensors(tensors)
-    boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
-    boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
+    boxes = boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
+    boxes += boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
     parts = [part.copy(entry.name, index[part.spec.name]) for entry in made.derived for part in entry.parts]
-    boxes += _boxes_in(parts, made.tensors, {entry.name: entry.tensor for entry in held})
+    boxes += boxes_in(parts, made.tensors, {entry.name: entry.tensor for entry in held})
     whole = collect(made.loader_tensors, rank=0, tied=False)
     for box in whole.boxes:
         name = whole.tensors[box.tensor_index].name
@@ -864,7 +622,7 @@ def decided(
     model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, inside: Any, failed: dict[str, str] | None = None
 ) -> Delivery:
     """The delivery without its proof; nothing is written to the weights. `failed`: as in decide(); gets what must lie in an arena and does not."""
-    _refuse(_written(model), "parameters in arenas")
+    _refuse(written_in_arenas(model), "parameters in arenas")
     failed = {} if failed is None else failed
     kept = getattr(model, KEPT, None)
     taken = kept.arenas.taken if kept is not None else 0
@@ -1051,11 +809,3 @@ def keep_memory(layer: Any, before: dict[str, Any]) -> None:
         with torch.no_grad():
             old.copy_(new)
         setattr(layer, name, old)
-
-
-def synchronise(device: Any) -> None:
-    """Waits for the device's queued work."""
-    if device.type != "cpu":
-        import torch
-
-        torch.accelerator.synchronize()

@@ -33,16 +33,15 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ...errors import FailedPrecondition
-from ...layout import TensorSpec
+from ...layout import TensorSpec, devices
 from ...serving.ahead import Portion, as_before, prepack
-from ...serving.delivery import (
-    ATTRIBUTE, CONFIGURATION, KEPT, Delivery, Steps, decided, keep_memory, prove_kept, proved, synchronise, tensors_of, zero_padding,
-)  # fmt: skip
+from ...serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of, zero_padding
+from ...serving.evidence import ATTRIBUTE, KEPT
 from ...serving.proof import Probe, token_ids, tokens_for, union_over
 from ...serving.rank import PREPARE_SECONDS, Rank, TakeUp
 from ...serving import Settings, read_manifest
 from . import versions
-from .versions import current_config, make_exportable, set_backend
+from .versions import CONFIGURATION, current_config, make_exportable, set_backend
 
 
 # The argument of `init_transfer_engine`: the fields of refitd.serving.Settings that ranks take, where "" leaves the environment's value. `drivers`:
@@ -107,7 +106,7 @@ class RefitdBackend(WeightTransferEngine):
     def _make_exportable(self) -> None:
         """Lets the daemon open weights in memory of vLLM's sleep mode."""
         self.rank.leave()  # no daemon has the old memory
-        synchronise(self.device)
+        devices.synchronize(self.device)
         made = make_exportable(self.device.type)
         if made:
             logging.getLogger("vllm.refitd").info("refitd: %d bytes of weights in memory of sleep mode can be written by the daemon now", made)
