@@ -28,6 +28,7 @@ from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout import TensorSpec, devices
 from ..layout.memory import digest
+from ..layout.placement import like
 from ..serving.ahead import Portion, as_before
 from ..serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of
 from ..serving.derived import Quantised
@@ -539,17 +540,7 @@ def _on_meta(tensor: Any) -> Any:
     """The same kind of tensor without storage, with the attributes that loaders read."""
     import torch
 
-    return _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-
-
-def _like(tensor: Any, made: Any) -> Any:
-    """`made` as the same kind of tensor, with the attributes that loaders read."""
-    import torch
-
-    if isinstance(tensor, torch.nn.Parameter):
-        made = torch.Tensor._make_subclass(type(tensor), made, False)
-    made.__dict__.update(tensor.__dict__)
-    return made
+    return like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
 
 
 # ---- what refitd.serving.delivery asks ----
@@ -662,7 +653,7 @@ def _zeros(tensor: Any, device: Any) -> Any:
     """The same kind of parameter, in new memory."""
     import torch
 
-    return _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_())
+    return like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_())
 
 
 def finish(model: Any) -> None:
