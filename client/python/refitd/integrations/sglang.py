@@ -27,7 +27,7 @@ from .. import errors
 from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout import TensorSpec, devices
-from ..layout.memory import digest
+from ..layout.memory import digest, empty
 from ..layout.placement import like
 from ..serving.ahead import Portion, as_before
 from ..serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of
@@ -394,8 +394,6 @@ class AdapterFollower:
         Raises InvalidArgument and Unimplemented, naming the tensor, for what SGLang does not load from tensors, and what attaching raises.
         """
         import torch
-
-        from ..layout.memory import empty
 
         self.name = name
         self._engine = engine
