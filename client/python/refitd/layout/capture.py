@@ -177,6 +177,7 @@ def capture(
     """
     specs = _specs_of(manifest)
     destinations = _Destinations(_parameters_of(load_weights) if parameters is None else parameters, onto)
+    is_processed = processed if callable(processed) else matcher(processed, "processed")
     skipped: dict[str, str] = {}
     for _ in range(MAX_RUNS):
         run = _Run(specs, skipped, destinations)
@@ -184,7 +185,7 @@ def capture(
             with paused():
                 run.run(load_weights)
                 module = getattr(load_weights, "__self__", None) if parameters is None else None
-                return _captured_of(run, destinations, _predicate(processed), tied or {}, module)
+                return _captured_of(run, destinations, is_processed, tied or {}, module)
         except _ReadsValues as read:
             skipped.update(dict.fromkeys(read.names, read.why))
     raise Unimplemented(
@@ -221,12 +222,6 @@ def _parameters_of(load_weights: Any) -> dict[str, Any]:
     if module is None or not hasattr(module, "named_parameters"):
         raise InvalidArgument("load_weights is no method of a module: pass parameters", culprit="parameters")
     return {**dict(module.named_buffers()), **dict(module.named_parameters())}
-
-
-def _predicate(processed: Callable[[str], bool] | Sequence[str]) -> Callable[[str], bool]:
-    if callable(processed):
-        return processed
-    return matcher(processed, "processed")
 
 
 # ---- the run ----
@@ -442,16 +437,8 @@ class _Run:
             )
         strides = tuple(s for n, s in zip(destination.shape, destination.stride()) if n != 1)
         walked = tuple(s for n, s in zip(walk.shape, walk.stride()) if n != 1)
-        self.events.append(
-            _Event(
-                source.refitd_names[0],
-                parameter,
-                destination.storage_offset() - parameter.tensor.storage_offset(),
-                tuple(sizes),
-                strides,
-                (walk.storage_offset(), walked),
-            )
-        )
+        first = destination.storage_offset() - parameter.tensor.storage_offset()
+        self.events.append(_Event(source.refitd_names[0], parameter, first, tuple(sizes), strides, (walk.storage_offset(), walked)))
         return None
 
     def use(self, destination: Any, use: str) -> None:
@@ -657,24 +644,24 @@ def _mode_class() -> Any:
             if any(not isinstance(target, lazy) for target in written):
                 return _unchanged(func, written)
             try:
-                result = func(*_to_meta(args, lazy), **_to_meta(kwargs, lazy))
+                result = func(*_to_meta(args), **_to_meta(kwargs))
             except Exception:
                 raise self._run.failed(_ReadsValues(names, f"has its values read by the loader, by {func}")) from None
-            return _as_lazy(self._run, result, names, why, lazy)
+            return _as_lazy(self._run, result, names, why)
 
     def _unchanged(func: Any, written: list[Any]) -> Any:
         """Returns what an operation that was not carried out would have returned: the tensors that it would have written to."""
         returns = len(func._schema.returns)
         return None if returns == 0 else written[0] if returns == 1 else tuple(written[:returns])
 
-    def _as_lazy(run: _Run, result: Any, names: tuple[str, ...], why: str, lazy: Any) -> Any:
+    def _as_lazy(run: _Run, result: Any, names: tuple[str, ...], why: str) -> Any:
         if isinstance(result, torch.Tensor):
             return lazy(run, result, result, names, why)
         if isinstance(result, (list, tuple)):
-            return type(result)(_as_lazy(run, entry, names, why, lazy) for entry in result)
+            return type(result)(_as_lazy(run, entry, names, why) for entry in result)
         return result
 
-    def _to_meta(x: Any, lazy: Any) -> Any:
+    def _to_meta(x: Any) -> Any:
         if isinstance(x, lazy):
             return x.refitd_meta
         if isinstance(x, torch.Tensor):
@@ -682,9 +669,9 @@ def _mode_class() -> Any:
         if isinstance(x, torch.device):
             return torch.device("meta")
         if isinstance(x, dict):
-            return {key: _to_meta(value, lazy) for key, value in x.items()}
+            return {key: _to_meta(value) for key, value in x.items()}
         if isinstance(x, (list, tuple)):
-            return type(x)(_to_meta(entry, lazy) for entry in x)
+            return type(x)(_to_meta(entry) for entry in x)
         return x
 
     return Mode

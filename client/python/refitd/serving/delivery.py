@@ -133,44 +133,52 @@ class Delivery:
         }
 
 
-def decide(
-    model: Any,
-    manifest: Sequence[TensorSpec],
-    settings: Settings,
-    device: Any,
-    inside: Any,
-    failed: Mapping[str, str] = MappingProxyType({}),
-) -> Delivery:
-    """Decides how each parameter of the model gets new weights, and makes the loader tensors. The model keeps its values. `inside`: the module with
-    what is known of the engine's inside. `failed`: by parameter or module, why it is not to be written in place though nothing else tells.
+@dataclass
+class _Case:
+    """What a delivery is decided for. `inside`: the module with what is known of the engine's inside. `held`: the model's parameters and buffers;
+    `module_of`: by name, the id of the module of each; `specs`: the manifest, by name."""
+
+    model: Any
+    manifest: Sequence[TensorSpec]
+    settings: Settings
+    device: Any
+    inside: Any
+
+    def __post_init__(self) -> None:
+        self.held = entries_of(self.model)
+        self.module_of = {entry.name: id(entry.module) for entry in self.held}
+        self.specs = {spec.name: spec for spec in self.manifest}
+
+
+def _decide(case: _Case, failed: Mapping[str, str]) -> Delivery:
+    """Decides how each parameter of the model gets new weights, and makes the loader tensors. The model keeps its values. `failed`: by parameter or
+    module, why it is not to be written in place though nothing else tells.
 
     Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
     """
-    held = entries_of(model)
-    why = reasons_against(model, held, inside)
-    why.update({entry.name: reason for entry in held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
-    captured = _capture(model, manifest, held, inside, processed=lambda name: False)
-    fed = _fed(model, captured, inside)
+    module_of = case.module_of
+    why = reasons_against(case.model, case.held, case.inside)
+    why.update({entry.name: reason for entry in case.held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
+    captured = _capture(case, lambda name: False)
+    fed = _fed(case, captured)
     if fed:
-        captured = _capture(model, manifest, held, inside, processed=lambda name: False, fed=fed)
-    requantised = _requantised(model, manifest, held, captured, fed, why, settings, device, inside)
+        captured = _capture(case, lambda name: False, fed)
+    requantised = _requantised(case, captured, fed, why)
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with a processed one.
-    module_of = {entry.name: id(entry.module) for entry in held}
     modules = {module_of[name] for name in (*captured.processed, *why)} - {id(entry.module) for entry in requantised}
-    _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
-    sources = _sources(captured, module_of)
+    _refuse_undeliverable(case, captured, modules)
+    sources = _sources(case, captured)
     while True:
         names = {name for name, targets in sources.items() if targets & modules}
         more = set().union(*(sources[name] for name in names)) - modules if names else set()
         if not more:
             break
         modules |= more
-    captured = _capture(model, manifest, held, inside, processed=lambda name: module_of[name] in modules, fed=fed)
-    if device.type == "cpu":
-        prepacked = _prepackable(held, captured, sources, modules, inside)
+    captured = _capture(case, lambda name: module_of[name] in modules, fed)
+    prepacked: set[int] = set()
+    if case.device.type == "cpu":
+        prepacked = _prepackable(case, captured, sources, modules)
         names = {name for name in names if sources[name] & (modules - prepacked)}
-    else:
-        prepacked = set()
     requantised = [entry for entry in requantised if id(entry.module) not in modules]
     written = {name for entry in requantised for name in entry.summary()}
     captured.direct[:] = [copy for copy in captured.direct if copy.parameter not in written]
@@ -180,37 +188,33 @@ def decide(
         "tensors of the checkpoint can't be delivered",
         "tensor",
     )
-    return _delivery_of(model, manifest, held, captured, modules, prepacked, names, requantised, why, settings, device, inside)
+    return _delivery_of(case, captured, modules, prepacked, names, requantised, why)
 
 
-def _fed(model: Any, captured: Any, inside: Any) -> dict[str, str]:
+def _fed(case: _Case, captured: Any) -> dict[str, str]:
     """The tensors that trainers have in another dtype than a checkpoint that is quantised in blocks, and the parameter of the values of each."""
-    values = {f"{name}.{each.values}" for name, module in model.named_modules() for each in inside.quantised(module) if each.kind is None}
+    named = case.model.named_modules()
+    values = {f"{name}.{each.values}" for name, module in named for each in case.inside.quantised(module) if each.kind is None}
     return {name: min(parameters) for name, parameters in captured.cast.items() if parameters <= values}
 
 
-def _requantised(
-    model: Any, manifest: Sequence[TensorSpec], held: Sequence[Entry], captured: Any, fed: dict[str, str], why: dict[str, str],
-    settings: Settings, device: Any, inside: Any,
-) -> list[Requantised]:  # fmt: skip
+def _requantised(case: _Case, captured: Any, fed: dict[str, str], why: dict[str, str]) -> list[Requantised]:
     """The modules whose values and scales can be written as derived tensors. `fed`: of _fed(). `why`: gets, by parameter, why those of other modules
     can't be."""
-    module_of = {entry.name: id(entry.module) for entry in held}
-    tensors = {spec.name: spec for spec in manifest}
     taken: dict[int, list[TensorSpec]] = {}
-    for name, targets in _sources(captured, module_of).items():
+    for name, targets in _sources(case, captured).items():
         for target in targets:
-            taken.setdefault(target, []).append(tensors[name])
-    of_fed = {module_of[parameter] for parameter in fed.values()}
-    compared: dict[str, dict[str, str]] = getattr(model, derived.COMPARED, {})
+            taken.setdefault(target, []).append(case.specs[name])
+    of_fed = {case.module_of[parameter] for parameter in fed.values()}
+    compared: dict[str, dict[str, str]] = getattr(case.model, derived.COMPARED, {})
     found = []
-    for name, module in model.named_modules():
-        quantised = [each for each in inside.quantised(module) if each.kind or id(module) in of_fed]
-        own = [entry for entry in held if entry.module is module] if quantised else []
+    for name, module in case.model.named_modules():
+        quantised = [each for each in case.inside.quantised(module) if each.kind or id(module) in of_fed]
+        own = [entry for entry in case.held if entry.module is module] if quantised else []
         if not own or any(entry.name in why for entry in own):
             continue
         try:
-            kinds = derived.kinds_left(quantised[0].kinds(settings.derived, device), compared.get(name, {}))
+            kinds = derived.kinds_left(quantised[0].kinds(case.settings.derived, case.device), compared.get(name, {}))
             found.append(_requantised_one(name, module, quantised, kinds, own, captured, taken.get(id(module), []), fed))
         except NotDerived as reason:
             why.update({f"{name}.{parameter}": f"is not derived: {reason}" for each in quantised for parameter in (each.values, each.scales)})
@@ -249,15 +253,15 @@ def _reason_in(failed: Mapping[str, str], name: str) -> str:
     return failed.get(name, "") or failed.get(name.rpartition(".")[0], "")
 
 
-def _prepackable(held: Sequence[Entry], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
+def _prepackable(case: _Case, captured: Any, sources: dict[str, set[int]], modules: set[int]) -> set[int]:
     """The processed modules that only prepack their parameters, and share no tensor of the checkpoint with a module that is reloaded."""
     entries: dict[int, list[Entry]] = {}
-    for entry in held:
+    for entry in case.held:
         entries.setdefault(id(entry.module), []).append(entry)
     found = {
         module
         for module in modules
-        if inside.only_prepacks(entries[module][0].module) and all(_is_matrix(captured, entry) for entry in entries[module])
+        if case.inside.only_prepacks(entries[module][0].module) and all(_is_matrix(captured, entry) for entry in entries[module])
     }
     found -= set().union(*(sources[name] for name in captured.cast if name in sources))
     while True:
@@ -273,23 +277,22 @@ def _is_matrix(captured: Any, entry: Entry) -> bool:
     return found is not None and len(found.shape) <= 2
 
 
-def _capture(
-    model: Any, manifest: Sequence[TensorSpec], held: Sequence[Entry], inside: Any, processed: Any, fed: Mapping[str, str] = MappingProxyType({})
-) -> Any:
+def _capture(case: _Case, processed: Callable[[str], bool], fed: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Runs the loader dry with parameters in its format. `fed`: of _fed(): the loader gets values of these tensors. Raises FailedPrecondition where
     post-processing removed a parameter."""
     import torch
 
+    model, inside = case.model, case.inside
     with inside.LoaderFormat(model):
         loaded: dict[str, Any] = {}
-        for entry in held:
+        for entry in case.held:
             name = entry.name.rpartition(".")[2]
             found = entry.module._parameters.get(name)
             found = entry.module._buffers.get(name) if found is None else found
             if found is None or type(found).__name__ == "UninitializedParameter":
                 continue  # post-processing made it: no loader fills it
             loaded[entry.name] = found
-        onto = {entry.name: entry.tensor for entry in held if entry.name in loaded}
+        onto = {entry.name: entry.tensor for entry in case.held if entry.name in loaded}
         # Parameters that post-processing removed: loaders fill them, and their modules are processed. Attention layers remove their scales
         # once they keep them elsewhere; a scale that the checkpoint has is refused, as a tensor that is copied to no parameter.
         known = {id(tensor) for tensor in loaded.values()}
@@ -303,32 +306,32 @@ def _capture(
                         f"parameter '{full}' is removed after loading, so that new weights can't be put there", culprit=f"parameter '{full}'"
                     )
         with torch.device("cpu"):
-            taken = [replace(spec, dtype="float8_e4m3fn") if spec.name in fed else spec for spec in manifest]
+            taken = [replace(spec, dtype="float8_e4m3fn") if spec.name in fed else spec for spec in case.manifest]
             captured = capture(model.load_weights, taken, parameters=loaded, onto=onto, processed=processed)
-    specs = {spec.name: spec for spec in manifest}
-    captured.tensors[:] = [specs[spec.name] for spec in captured.tensors]
+    captured.tensors[:] = [case.specs[spec.name] for spec in captured.tensors]
     return captured
 
 
-def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
+def _sources(case: _Case, captured: Any) -> dict[str, set[int]]:
     """By tensor of the checkpoint, the modules that it goes to."""
     copies = [*captured.direct, *(copy for entry in captured.processed.values() for copy in entry.copies)]
     found: dict[str, set[int]] = {}
     for copy in copies:
-        found.setdefault(captured.tensors[copy.tensor_index].name, set()).add(module_of[copy.parameter])
+        found.setdefault(captured.tensors[copy.tensor_index].name, set()).add(case.module_of[copy.parameter])
     for name, parameters in captured.cast.items():
-        found.setdefault(name, set()).update(module_of[parameter] for parameter in parameters)
+        found.setdefault(name, set()).update(case.module_of[parameter] for parameter in parameters)
     return found
 
 
-def _undeliverable(captured: Any, module_of: dict[str, int], processed_modules: set[int]) -> dict[str, str]:
-    """Why tensors can't be delivered, by name. A tensor whose only obstacle is a cast is deliverable if all its modules are processed,
+def _refuse_undeliverable(case: _Case, captured: Any, processed_modules: set[int]) -> None:
+    """Refuses tensors that can't be delivered. A tensor whose only obstacle is a cast is deliverable if all its modules are processed,
     because their reload runs the loader, which casts."""
-    return {
+    refused = {
         name: why
         for name, why in captured.unsupported.items()
-        if name not in captured.cast or not {module_of[parameter] for parameter in captured.cast[name]} <= processed_modules
+        if name not in captured.cast or not {case.module_of[parameter] for parameter in captured.cast[name]} <= processed_modules
     }
+    _refuse(refused, "tensors of the checkpoint can't be delivered", "tensor")
 
 
 def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None:
@@ -362,26 +365,15 @@ def _tied_modules(model: Any) -> list[Any]:
 
 
 def _delivery_of(
-    model: Any,
-    manifest: Sequence[TensorSpec],
-    held: Sequence[Entry],
-    captured: Any,
-    modules: set[int],
-    prepacked: set[int],
-    names: set[str],
-    requantised: list[Requantised],
-    why: dict[str, str],
-    settings: Settings,
-    device: Any,
-    inside: Any,
+    case: _Case, captured: Any, modules: set[int], prepacked: set[int], names: set[str], requantised: list[Requantised], why: dict[str, str]
 ) -> Delivery:
-    """Makes the Delivery from what decide() found; refuses a model of which something can't be delivered.
+    """Makes the Delivery from what _decide() found; refuses a model of which something can't be delivered.
 
     `modules`, `prepacked`: ids of the modules to process, and of those among them that only prepack. `names`: the loader
     tensors. `requantised`: the modules that get derived tensors. `why`: by parameter, why its module can't be written in place.
     """
-    module_of = {entry.name: id(entry.module) for entry in held}
-    _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
+    model, held, settings, inside, specs = case.model, case.held, case.settings, case.inside, case.specs
+    _refuse_undeliverable(case, captured, modules)
     _refuse(
         {name: "is a scale that the model ignores" for name in captured.ignored if name.rpartition(".")[2].endswith(("scale", "scale_inv", "zero_point", "zp"))},
         "tensors of the checkpoint would be lost",
@@ -398,15 +390,14 @@ def _delivery_of(
     processed.update({name: "is made of other parameters by its attention layer" for name in made_later if name not in processed})
     rest = [entry for entry in held if entry.name not in direct_names and entry.name not in processed]
     _refuse({entry.name: "gets no tensor of the checkpoint" for entry in rest if entry.is_parameter}, "parameters would stay as they are")
-    padded = _padded(held, captured, inside)
-    specs = {spec.name: spec for spec in manifest}
-    packing = _prepacked(model, held, captured, prepacked, settings.in_arenas)
+    padded = _padded(case, captured)
+    packing = _prepacked(case, captured, prepacked)
     total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
     _check_room(total, settings.loader_bytes, processed)
     kept = getattr(model, KEPT, None)
     in_arenas = (kept.arenas if kept is not None else KeptArenas(back=settings.arena)) if settings.in_arenas else None
-    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], device, in_arenas)
+    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], case.device, in_arenas)
     attention = [module for module in model.modules() if inside.is_attention(module)]
     made = Delivery(
         direct=[entry.name for entry in direct],
@@ -423,14 +414,15 @@ def _delivery_of(
         tied=_tied_modules(model),
         made_later=sorted(made_later),
         derived=requantised,
-        not_derived=_that_quantise(model, inside) - {entry.name for entry in requantised},
+        not_derived={name for name, module in model.named_modules() if any(each.kind for each in inside.quantised(module))}
+        - {entry.name for entry in requantised},
         tied_names=_tied_names(model, captured.ignored, specs),
     )
     if settings.in_arenas:
-        sources = {name: targets for name, targets in _sources(captured, module_of).items() if name in names}
+        sources = {name: targets for name, targets in _sources(case, captured).items() if name in names}
         made.ahead = ahead.portions(made.modules, loader_tensors, sources)
         made.ahead += [Portion({entry.name: entry.module}, entry.filled, packs=True) for entry in packing]
-        if device.type == "cpu":
+        if case.device.type == "cpu":
             packs = {id(module) for module in made.tied if inside.only_prepacks(module)}
             for name, module in model.named_modules():
                 if id(module) in packs:
@@ -438,15 +430,11 @@ def _delivery_of(
                     made.ahead.append(Portion({name: module}, filled, packs=True))
     specs_derived = {part.spec.name: part.spec for entry in requantised for part in entry.parts}
     made.tensors += specs_derived.values()
-    made.boxes = _boxes(made, captured, direct, held, device, in_arenas)
+    made.boxes = _boxes(case, made, captured, direct, in_arenas)
     _leave_out(made, {part.spec.derived.source.name for entry in requantised for part in entry.parts if part.spec.derived is not None})
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
-
-
-def _that_quantise(model: Any, inside: Any) -> set[str]:
-    return {name for name, module in model.named_modules() if any(each.kind for each in inside.quantised(module))}
 
 
 def _leave_out(made: Delivery, sources: set[str]) -> None:
@@ -473,12 +461,12 @@ def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]
     return tied
 
 
-def _padded(held: Sequence[Entry], captured: Any, inside: Any) -> list[str]:
+def _padded(case: _Case, captured: Any) -> list[str]:
     """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only."""
     padded, unfilled = [], {}
-    for entry in held:
+    for entry in case.held:
         if entry.name in captured.unfilled:
-            if inside.is_vocabulary(entry.module):
+            if case.inside.is_vocabulary(entry.module):
                 padded.append(entry.name)
             else:
                 unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
@@ -498,14 +486,14 @@ def _check_room(total: int, loader_bytes: int, processed: dict[str, str]) -> Non
     )
 
 
-def _prepacked(model: Any, held: Sequence[Entry], captured: Any, prepacked: set[int], arena: bool) -> list[Prepacked]:
-    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written. With `arena` that
+def _prepacked(case: _Case, captured: Any, prepacked: set[int]) -> list[Prepacked]:
+    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written. With arenas that
     memory is torch's, and _boxes() moves it into an arena."""
     import torch
 
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in case.model.named_modules()}
     made: dict[int, Prepacked] = {}
-    for entry in held:
+    for entry in case.held:
         module = id(entry.module)
         if module not in prepacked:
             continue
@@ -514,7 +502,7 @@ def _prepacked(model: Any, held: Sequence[Entry], captured: Any, prepacked: set[
         filled = entry.tensor
         if (resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
             size = span(wanted.shape, wanted.strides)
-            whole = torch.empty(size, dtype=torch_dtype(wanted.dtype)) if arena else empty(size, wanted.dtype, like="torch")
+            whole = torch.empty(size, dtype=torch_dtype(wanted.dtype)) if case.settings.in_arenas else empty(size, wanted.dtype, like="torch")
             filled = torch.nn.Parameter(whole.as_strided(wanted.shape, wanted.strides), requires_grad=False)
             found.beside += whole.nbytes
         found.filled[entry.name.rpartition(".")[2]] = filled
@@ -532,23 +520,22 @@ def _make_loader_tensors(specs: Sequence[TensorSpec], device: Any, in_arenas: Ke
     return {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for spec in specs}
 
 
-def _boxes(
-    made: Delivery, captured: Any, direct: Sequence[Entry], held: Sequence[Entry], device: Any, in_arenas: KeptArenas | None
-) -> list[Box]:
+def _boxes(case: _Case, made: Delivery, captured: Any, direct: Sequence[Entry], in_arenas: KeptArenas | None) -> list[Box]:
     """The boxes to register: of parameters that are written in place, of prepacked modules, and of the loader tensors. `in_arenas`: as in
     _make_loader_tensors()."""
     filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
-    if device.type == "cpu":
+    held = {entry.name: entry.tensor for entry in case.held}
+    if case.device.type == "cpu":
         tensors = [*(entry.tensor for entry in direct), *filled.values()]
         if in_arenas is not None:
             adopt_in_arenas(tensors, in_arenas)
         else:
             adopt_tensors(tensors)
-    boxes = boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
+    boxes = boxes_in(captured.direct, captured.tensors, held)
     boxes += boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
     parts = [part.copy(entry.name, index[part.spec.name]) for entry in made.derived for part in entry.parts]
-    boxes += boxes_in(parts, made.tensors, {entry.name: entry.tensor for entry in held})
+    boxes += boxes_in(parts, made.tensors, held)
     whole = collect(made.loader_tensors, rank=0, tied=False)
     for box in whole.boxes:
         name = whole.tensors[box.tensor_index].name
@@ -564,7 +551,7 @@ DELIVERIES = "delivery by the engine's own loader"
 
 @dataclass
 class Steps:
-    """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose loader tensors do not reach every parameter, before the
+    """What is known of the engine. `inside`: the module with what is known of it. `try_out`: refuses a delivery whose loader tensors do not reach every parameter, before the
     first version is committed. `process`: brings the loader tensors into the modules, of those that are `done` what was made ahead. `aside`:
     processes a portion of the given tensors into the memory beside the model; None: the engine can't. `quantise`: does the same when the engine attaches. `agree`: as in Probe. `load`: loads tensors by the engine's
     own loader; returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it can't be."""
@@ -621,13 +608,13 @@ def _derives_equally(model: Any, made: Delivery, steps: Steps, device: Any) -> b
 def decided(
     model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, inside: Any, failed: dict[str, str] | None = None
 ) -> Delivery:
-    """The delivery without its proof; nothing is written to the weights. `failed`: as in decide(); gets what must lie in an arena and does not."""
+    """The delivery without its proof; nothing is written to the weights. `failed`: by parameter or module, why it is not to be written in place; gets what must lie in an arena and does not."""
     _refuse(written_in_arenas(model), "parameters in arenas")
     failed = {} if failed is None else failed
     kept = getattr(model, KEPT, None)
     taken = kept.arenas.taken if kept is not None else 0
     while True:
-        made = decide(model, manifest, settings, device, inside, failed)
+        made = _decide(_Case(model, manifest, settings, device, inside), failed)
         outside = _outside_arenas(model, made, device) if settings.in_arenas else {}
         if not outside.keys() - failed.keys():
             return made

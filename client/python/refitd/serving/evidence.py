@@ -203,7 +203,7 @@ def reasons_against(model: Any, held: Sequence[Entry], inside: Any) -> dict[str,
 def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: Callable[[], Any] | None, inside: Any) -> None:
     """Leaves the evidence in a model that was loaded and post-processed. `before`: its modules' snapshots between the two. `find_kept`: not
     None: moves the parameters that may be written in place into arenas (refitd.adopt), before the engine measures its memory and captures
-    graphs; those of this rank's last process, if it finds them (refitd.serving.rank.Kept). `inside`: as in decide()."""
+    graphs; those of this rank's last process, if it finds them (refitd.serving.rank.Kept). `inside`: the module with what is known of the engine's inside."""
 
     def note(placed: Set[int] = frozenset()) -> dict[int, Snapshot]:
         after = {id(layer): Snapshot.of(layer) for layer, _ in before}
@@ -218,7 +218,7 @@ def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: 
     try:
         why = reasons_against(model, held, inside)
     except FailedPrecondition:
-        return  # decide() refuses the model for the same reason
+        return  # refitd.serving.delivery refuses the model for the same reason
     kept = find_kept()
     arenas = KeptArenas() if kept is None else kept.arenas
     moved = [entry for entry in held if entry.is_parameter and entry.name not in why]
