@@ -67,7 +67,7 @@ def plant_copy(model: Any, name: str, by_version: bool) -> None:
 
 def plant_no_evidence(model: Any) -> None:
     """Makes the adapter take every module for one that post-processing left as it was."""
-    from refitd.serving import delivery as evidence
+    from refitd.serving import evidence
 
     object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): {} for layer in model.modules()})
 

@@ -34,9 +34,9 @@ from .trainer import InstanceOutcome, Trainer, Update, UpdateResult, replace_gro
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from ._core.native import library
+        from ._core.native import library_version
 
-        return library().refit_version().decode()
+        return library_version()
     raise AttributeError(f"module 'refitd' has no attribute {name!r}")
 
 

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from . import testing
 from ._core.member import Connect, GroupSpec
-from ._core.native import library
+from ._core.native import library_version
 from .engine import Aborted, Committed, Engine, Prepare
 from .errors import Error, UpdateAborted
 from .layout import Box, TensorSpec
@@ -303,7 +303,7 @@ def run(say: Callable[[str], None] = lambda line: None) -> Report:
     with ExitStack() as stack:
         daemon = stack.enter_context(testing.daemon())
         assert daemon.process is not None
-        say(f"daemon     refitd {_version()}, process {daemon.process.pid}, answers after {time.monotonic() - began:.2f} s")
+        say(f"daemon     refitd {library_version()}, process {daemon.process.pid}, answers after {time.monotonic() - began:.2f} s")
 
         def member(name: str, *arguments: str) -> _Member:
             started = _Member(name, [*arguments, "--socket", daemon.socket], deadline)
@@ -320,7 +320,7 @@ def run(say: Callable[[str], None] = lambda line: None) -> Report:
         say(f"status     the engine is {'not clean' if clean_at is None else f'clean, at version {clean_at}'}")
         statuses.update((ended.name, ended.end()) for ended in (*ranks, engine))
         statuses["daemon"] = daemon.stop()
-    return Report(_version(), tuple(versions), clean_at, statuses, time.monotonic() - began)
+    return Report(library_version(), tuple(versions), clean_at, statuses, time.monotonic() - began)
 
 
 def _begin(ranks: Sequence[_Member]) -> None:
@@ -362,10 +362,6 @@ def _version_of(version: int, answers: Sequence[dict[str, Any]], held: dict[str,
 
 def _compared(moved: Version) -> str:
     return f"compared {moved.compared_bytes:,} bytes, {moved.differing_bytes:,} differ"
-
-
-def _version() -> str:
-    return str(library().refit_version().decode())
 
 
 class _Interrupted(BaseException):

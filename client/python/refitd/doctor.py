@@ -30,7 +30,7 @@ from typing import Any
 
 from . import testing
 from ._core.member import Connect
-from ._core.native import find, library
+from ._core.native import find, library_version
 from .engine import Engine, Prepare
 from .errors import Error, PermissionDenied, Unauthenticated
 from .layout import Box, TensorSpec, devices
@@ -115,14 +115,10 @@ def _look_at_machine() -> Finding:
 def _look_at_package() -> Finding:
     try:
         file = find("librefit.so")
-        version = _version()
+        version = library_version()
     except OSError as error:
         return Finding("package", State.BROKEN, f"the library does not load: {error}", "install the wheel again, or mend REFIT_LIBRARY")
     return Finding("package", State.OK, f"refitd {version}, library {file}", figures={"version": version, "library": file})
-
-
-def _version() -> str:
-    return str(library().refit_version().decode())
 
 
 def _look_at_programs() -> Finding:
@@ -263,7 +259,6 @@ def _examine_daemon(path: str, what: str) -> Iterator[Finding]:
 
 def _look_at_daemon(path: str, what: str) -> Finding:
     """Asks the daemon for its status by refitctl."""
-    version = _version()
     try:
         control = find("refitctl")
     except FileNotFoundError:
@@ -281,8 +276,8 @@ def _look_at_daemon(path: str, what: str) -> Finding:
     figures = {"version": status["daemon_version"], "transports": {name: bool(transport["available"]) for name, transport in transports.items()}}
     if not status["serving"]:
         return Finding(what, State.BROKEN, text, "it drains: wait for its successor", figures)
-    if status["daemon_version"] != version:
-        return Finding(what, State.NOTE, text, f"this package is {version}: give both the same version", figures)
+    if status["daemon_version"] != library_version():
+        return Finding(what, State.NOTE, text, f"this package is {library_version()}: give both the same version", figures)
     return Finding(what, State.OK, text, figures=figures)
 
 

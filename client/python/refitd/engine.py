@@ -25,6 +25,7 @@ from ._core.tensors import Places, describe, is_module
 from .errors import Closed, DataLoss, DeadlineExceeded, FailedPrecondition, Failure, InvalidArgument, NotFound
 from .layout import Box, Derived, TensorSpec, devices
 from .layout.memory import BY_CODE, DTYPES, Arena, DeviceBytes, DeviceMemory, HostBytes, Region, mark_versions, resolve, versioned
+from .layout.placement import arena_of, place_in_arenas
 
 if TYPE_CHECKING:
     import numpy
@@ -448,8 +449,6 @@ class Engine(Member):
             ResourceExhausted: There is too little memory.
             What register() raises; the module then has new memory.
         """
-        from .layout.placement import place_in_arenas
-
         kept = self.take_kept()
         place_in_arenas(module, kept, self.device, buffers, back)
         if not kept:
@@ -469,8 +468,6 @@ class Engine(Member):
         return interruptible(self._take_kept, cancel=ends_soon)
 
     def _take_kept(self) -> list[Arena]:
-        from .layout.placement import arena_of
-
         arenas: list[Arena] = []
         with self._handle as handle:
             while True:

@@ -358,29 +358,21 @@ def sized(kind: type[_Sized], **fields: Any) -> _Sized:
     return kind(struct_size=ctypes.sizeof(kind), **fields)
 
 
-_library: ctypes.CDLL | None = None
-_locked_library: ctypes.PyDLL | None = None
-_loading = threading.Lock()
-
-
+@cache
 def library() -> ctypes.CDLL:
     """librefit.so, with FUNCTIONS declared. Raises OSError where it can't be loaded."""
-    global _library
-    if _library is None:
-        with _loading:
-            if _library is None:
-                _library = _load(ctypes.CDLL, FUNCTIONS)
-    return _library
+    return _load(ctypes.CDLL, FUNCTIONS)
 
 
+@cache
 def locked_library() -> ctypes.PyDLL:
     """librefit.so, with LOCKED_FUNCTIONS declared, whose calls keep the interpreter lock."""
-    global _locked_library
-    if _locked_library is None:
-        with _loading:
-            if _locked_library is None:
-                _locked_library = _load(ctypes.PyDLL, LOCKED_FUNCTIONS)
-    return _locked_library
+    return _load(ctypes.PyDLL, LOCKED_FUNCTIONS)
+
+
+def library_version() -> str:
+    """refitd's version."""
+    return str(library().refit_version().decode())
 
 
 _Library = TypeVar("_Library", bound=ctypes.CDLL)

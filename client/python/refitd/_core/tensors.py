@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from ..layout import is_dtensor
+from ..layout import is_dtensor, span
 from ..layout.memory import DTYPES, DType, DeviceBytes, HostBytes, Source, resolve
 from . import native
 from .native import add_plain, ids, plain, reads_tensors
@@ -550,11 +550,7 @@ class Views:
 
 def _end(tensor: Any) -> int:
     """The address behind the last element."""
-    if not tensor.numel():
-        return int(tensor.data_ptr())
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
-    end: int = tensor.data_ptr() + span * tensor.element_size()
-    return end
+    return int(tensor.data_ptr()) + span(tensor.shape, tensor.stride()) * int(tensor.element_size())
 
 
 def _present(held: Mapping[str, Any], held_name: str, name: str) -> Any:

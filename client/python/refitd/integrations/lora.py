@@ -23,7 +23,7 @@ threads, and settings of matrix products such as TF32; they equal those of the s
 matrix product, such as PEFT's, sums in an order of its library's choice, and rounds to the dtypes of adapter and weight in between:
 it may differ from this one by such roundings.
 
-Imports torch when used, and no other package.
+Imports torch, and no other package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .._core.member import Connect
+import torch
+
 from ..engine import Committed
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout import is_dtensor, place
@@ -119,8 +120,6 @@ class Product:
 
     def begin(self) -> None:
         """Brings the matrices together; every rank calls it, as Trainer.refit does."""
-        import torch
-
         with torch.no_grad():
             self._factors = [self._of_term(term, in_place) for term, in_place in zip(self._terms, self._in_place)]
 
@@ -136,8 +135,6 @@ class Product:
 
     def write(self, target: Any, source: Any, offset: Sequence[int]) -> None:
         """Writes the sum of a box of the tensor and of its part of the product; see the module for the order of operations."""
-        import torch
-
         if self._factors is None:
             self.begin()
         assert self._factors is not None
@@ -159,8 +156,6 @@ class Product:
 
 def _multiply(product: Any, summand: Any, rows: Any, columns: Any) -> None:
     """product = rows @ columns, summed in the order of the inner dimension; `summand` is room for one."""
-    import torch
-
     product.zero_()
     for k in range(columns.shape[0]):
         if k == 0:
@@ -242,34 +237,17 @@ def adapters(model: Any, adapter: str = "default") -> MadeMapping:
 class AdapterLoop(EngineLoop):
     """An EngineLoop of a model of PEFT's, for its adapter: updates write the adapter's matrices and scalings alone, in place."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        group: str,
-        instance: str,
-        adapter: str = "default",
-        rank: int = 0,
-        world_size: int = 1,
-        clean: bool = True,
-        probe: Callable[[], Any] | None = None,
-        proof: str = "report",
-        device: str | None = None,
-        socket: str | None = None,
-        connect: Connect = Connect(),
-    ) -> None:
+    def __init__(self, model: Any, *, adapter: str = "default", **options: Any) -> None:
         """Attaches.
 
         Args:
             model: The model that PEFT made.
             adapter: The adapter's name in the model.
-            group: As in refitd.EngineLoop, with all further arguments.
+            options: As in refitd.EngineLoop, but for `names`.
 
         Raises:
             Error: As refitd.EngineLoop and adapters() do.
         """
-        import torch
-
         self._adapter = adapter
         self._scalings: list[tuple[Any, Any]] = []  # layers, and where their scalings arrive
         names: dict[str, Any] = {}
@@ -285,10 +263,7 @@ class AdapterLoop(EngineLoop):
                 held.register_parameter(str(i), tensor)
             else:
                 held.register_buffer(str(i), tensor)
-        super().__init__(
-            held, group=group, instance=instance, rank=rank, world_size=world_size, names=names, clean=clean, probe=probe, proof=proof,
-            device=device, socket=socket, connect=connect,
-        )  # fmt: skip
+        super().__init__(held, names=names, **options)
 
     def _take(self, event: Any) -> None:
         if isinstance(event, Committed):
@@ -311,8 +286,6 @@ class _Scaling:
 
 
 def _scaling_of(layer: Any, adapter: str, matrix: Any) -> Added:
-    import torch
-
     device = matrix._local_tensor.device if is_dtensor(matrix) else matrix.device
     return Added(torch.zeros(1, dtype=torch.float32, device=device), _Scaling(layer, adapter))
 
@@ -366,19 +339,12 @@ def _terms(layer: Any, active: Sequence[str]) -> list[Term]:
             continue  # the adapter leaves this layer out
         (embedding, (_, a)), (_, (_, b)) = found
         transposed = embedding or bool(getattr(layer, "fan_in_fan_out", False))
-        terms.append(Term(b, a, _CurrentScaling(layer, adapter), transposed))
+        terms.append(Term(b, a, partial(_current_scaling, layer, adapter), transposed))
     return terms
 
 
-@dataclass(frozen=True)
-class _CurrentScaling:
-    """A function that returns the scaling that a layer has when it is called."""
-
-    layer: Any
-    adapter: str
-
-    def __call__(self) -> float:
-        return float(self.layer.scaling[self.adapter])
+def _current_scaling(layer: Any, adapter: str) -> float:
+    return float(layer.scaling[adapter])
 
 
 def _without_peft(base: Any, layers: dict[str, Any], name: str) -> str | None:

@@ -94,10 +94,7 @@ class Parallel:
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}, at least 1 is possible", culprit=name)
         for factors in (("pp", "cp", "tp"), ("pp", "ep", "etp")):
-            product = 1
-            for name in factors:
-                product *= getattr(self, name)
-            if self.world_size % product:
+            if self.world_size % prod(getattr(self, name) for name in factors):
                 sizes = " * ".join(f"{name} {getattr(self, name)}" for name in factors)
                 raise InvalidArgument(f"world_size {self.world_size} is not divisible by {sizes}", culprit="world_size")
 
@@ -457,15 +454,12 @@ def _latent_attention(layer: str, to: str) -> dict[str, Mapped | None]:
 Replica = tuple[int, int]  # a rank's number among those that hold the same, and how many they are
 
 
-def bridge_shards(
-    bridge: Any, model: Any, *, vocab_size: int | None = None, replica: Replica | None = None, expert_replica: Replica | None = None, rank: int = 0
-) -> MadeShards:
-    """The shards of a rank's model, for Trainer.register: those of `bridge.get_conversion_tasks(model)`; see `task_shards`. They are
-    made again where the model's parameters were replaced."""
+def bridge_shards(bridge: Any, model: Any, **options: Any) -> MadeShards:
+    """The shards of a rank's model, for Trainer.register: those of `bridge.get_conversion_tasks(model)`, with the options of `task_shards`. They
+    are made again where the model's parameters were replaced."""
 
     def make() -> MadeShards:
-        tasks = bridge.get_conversion_tasks(model)
-        found = task_shards(tasks, vocab_size=vocab_size, replica=replica, expert_replica=expert_replica, rank=rank)
+        found = task_shards(bridge.get_conversion_tasks(model), **options)
         return MadeShards(found, MadeOf(chunks_of(model), make, first=partial(finish_gather, model)))
 
     return make()

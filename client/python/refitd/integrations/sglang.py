@@ -26,14 +26,14 @@ from typing import Any
 from .. import errors
 from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from ..layout import TensorSpec
-from ..layout.memory import digest
+from ..layout import TensorSpec, devices
+from ..layout.memory import digest, empty
+from ..layout.placement import like
 from ..serving.ahead import Portion, as_before
-from ..serving.delivery import (
-    ATTRIBUTE, KEPT, Delivery, Snapshot, Steps, decided, keep_memory, note_changes, prove_kept, proved, synchronise, tensors_of,
-)  # fmt: skip
+from ..serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of
 from ..serving.derived import Quantised
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
+from ..serving.evidence import ATTRIBUTE, KEPT, Snapshot, note_changes
 from ..serving.proof import Probe, gathered, token_ids, tokens_for, union_over
 from ..serving.rank import EngineLoop, Kept, Rank, TakeUp, find_kept
 from ..serving import Settings, read_manifest
@@ -395,8 +395,6 @@ class AdapterFollower:
         """
         import torch
 
-        from ..layout.memory import empty
-
         self.name = name
         self._engine = engine
         self._config: dict[str, Any] = json.loads((Path(adapter) / "adapter_config.json").read_text())
@@ -540,17 +538,7 @@ def _on_meta(tensor: Any) -> Any:
     """The same kind of tensor without storage, with the attributes that loaders read."""
     import torch
 
-    return _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
-
-
-def _like(tensor: Any, made: Any) -> Any:
-    """`made` as the same kind of tensor, with the attributes that loaders read."""
-    import torch
-
-    if isinstance(tensor, torch.nn.Parameter):
-        made = torch.Tensor._make_subclass(type(tensor), made, False)
-    made.__dict__.update(tensor.__dict__)
-    return made
+    return like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
 
 
 # ---- what refitd.serving.delivery asks ----
@@ -663,7 +651,7 @@ def _zeros(tensor: Any, device: Any) -> Any:
     """The same kind of parameter, in new memory."""
     import torch
 
-    return _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_())
+    return like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_())
 
 
 def finish(model: Any) -> None:
@@ -907,7 +895,7 @@ class Backend:
 
     def _decide(self, settings: Settings) -> Delivery:
         manifest = self._manifest(settings)
-        synchronise(self._device)  # batches that the scheduler has launched read the weights
+        devices.synchronize(self._device)  # batches that the scheduler has launched read the weights
         with ExitStack() as rooms:
             made = proved(self.model, settings, manifest, self._device, self.rank.clean, self._steps(rooms))
         return made

@@ -34,14 +34,24 @@ _REFUSED = ("colocate", "offload_train")
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of Updater.install()."""
+    """What Updater.install() takes.
+
+    Attributes:
+        group: The group's name.
+        table: As in refitd.integrations.megatron.shards; None: table_of the configuration of `args.hf_checkpoint`.
+        dtype: As in Trainer.register.
+        update_seconds: The longest that a rank waits for the others, and then for the engines.
+        spec: As in refitd.Trainer, with `device`, `socket`, `connect`; `spec.min_instances` is the number of engines, whatever it says.
+    """
 
     group: str
-    table: Mapping[str, Mapped | None] | None
-    dtype: Any
-    update_seconds: float
-    spec: GroupSpec
-    attach: Callable[..., Trainer]
+    table: Mapping[str, Mapped | None] | None = None
+    dtype: Any = None
+    update_seconds: float = 600.0
+    spec: GroupSpec = GroupSpec()
+    device: str | None = None
+    socket: str | None = None
+    connect: Connect = Connect()
 
 
 class Updater:
@@ -65,35 +75,19 @@ class Updater:
         cls.install(args, group)
 
     @classmethod
-    def install(
-        cls,
-        args: Any,
-        group: str,
-        *,
-        table: Mapping[str, Mapped | None] | None = None,
-        dtype: Any = None,
-        update_seconds: float = 600.0,
-        spec: GroupSpec = GroupSpec(),
-        device: str | None = None,
-        socket: str | None = None,
-        connect: Connect = Connect(),
-    ) -> None:
+    def install(cls, args: Any, group: str, **options: Any) -> None:
         """Makes the framework's actor of this process update weights through refitd; every rank calls it, before the actor is set up.
 
         Args:
             args: The framework's.
             group: The group's name.
-            table: As in refitd.integrations.megatron.shards; None: table_of the configuration of `args.hf_checkpoint`.
-            dtype: As in Trainer.register.
-            update_seconds: The longest that a rank waits for the others, and then for the engines.
-            spec: As in refitd.Trainer, with `device`, `socket`, `connect`; `spec.min_instances` is the number of engines, whatever it says.
+            options: Further fields of Settings.
 
         Raises:
             Unimplemented: The framework's options colocate engines or offload training.
         """
         cls.check(args)
-        attach = partial(Trainer, device=device, socket=socket, connect=replace(connect, client=cls.framework))
-        cls.settings = Settings(group, table, dtype, update_seconds, spec, attach)
+        cls.settings = Settings(group, **options)
         actor: Any = importlib.import_module(f"{cls.framework}.backends.megatron_utils.actor")
         actor.UpdateWeightFromDistributed = cls  # where the actor looks for its updater over NCCL
 
@@ -146,9 +140,11 @@ class Updater:
         rank, world_size = distributed.get_rank(), distributed.get_world_size()
         self._ranks = Ranks(self._settings.update_seconds)
         self._ranks.join(rank, world_size)
-        trainer = self._settings.attach(
-            self._settings.group, rank=rank, world_size=world_size, spec=replace(self._settings.spec, min_instances=max(1, len(rollout_engines)))
-        )
+        given = self._settings
+        trainer = Trainer(
+            given.group, rank=rank, world_size=world_size, spec=replace(given.spec, min_instances=max(1, len(rollout_engines))),
+            device=given.device, socket=given.socket, connect=replace(given.connect, client=self.framework),
+        )  # fmt: skip
         try:
             trainer.register(self._shards(rank), dtype=self._settings.dtype)
         except BaseException:

@@ -62,6 +62,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of memory a strided tensor reaches over."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides))
+
+
 def range_boxes(shape: Sequence[int], start: int, count: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The elements [start, start + count) of a row-major tensor as (offset, extent) of at most 2 * len(shape) - 1 boxes.
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from .._core import paused
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from . import Box, NotBoxes, TensorSpec, devices, first_overlap, matcher, view_boxes
+from . import Box, NotBoxes, TensorSpec, devices, first_overlap, matcher, span, view_boxes
 from .memory import Memory, resolve, torch_dtype
 
 # A loader that looks at the values of a tensor is run again without that tensor. After this many runs, capture fails.
@@ -141,9 +141,9 @@ class Captured:
                 "give each a tensor by place()",
                 culprit=f"parameter '{unplaced}'",
             )
-        boxes = _boxes_in(self.direct, self.tensors, self._parameters)
+        boxes = boxes_in(self.direct, self.tensors, self._parameters)
         for processed in self.processed.values():
-            boxes += _boxes_in(processed.copies, self.tensors, self._loader_tensors)
+            boxes += boxes_in(processed.copies, self.tensors, self._loader_tensors)
         return boxes
 
 
@@ -177,6 +177,7 @@ def capture(
     """
     specs = _specs_of(manifest)
     destinations = _Destinations(_parameters_of(load_weights) if parameters is None else parameters, onto)
+    is_processed = processed if callable(processed) else matcher(processed, "processed")
     skipped: dict[str, str] = {}
     for _ in range(MAX_RUNS):
         run = _Run(specs, skipped, destinations)
@@ -184,7 +185,7 @@ def capture(
             with paused():
                 run.run(load_weights)
                 module = getattr(load_weights, "__self__", None) if parameters is None else None
-                return _captured_of(run, destinations, _predicate(processed), tied or {}, module)
+                return _captured_of(run, destinations, is_processed, tied or {}, module)
         except _ReadsValues as read:
             skipped.update(dict.fromkeys(read.names, read.why))
     raise Unimplemented(
@@ -221,12 +222,6 @@ def _parameters_of(load_weights: Any) -> dict[str, Any]:
     if module is None or not hasattr(module, "named_parameters"):
         raise InvalidArgument("load_weights is no method of a module: pass parameters", culprit="parameters")
     return {**dict(module.named_buffers()), **dict(module.named_parameters())}
-
-
-def _predicate(processed: Callable[[str], bool] | Sequence[str]) -> Callable[[str], bool]:
-    if callable(processed):
-        return processed
-    return matcher(processed, "processed")
 
 
 # ---- the run ----
@@ -306,7 +301,7 @@ def _byte_range(tensor: Any) -> tuple[int, int]:
     """The bytes [begin, end) of its storage that a tensor's elements lie in."""
     itemsize = tensor.element_size()
     begin = tensor.storage_offset() * itemsize
-    return begin, begin + _span(tensor.shape, tensor.stride()) * itemsize
+    return begin, begin + span(tensor.shape, tensor.stride()) * itemsize
 
 
 class _Module:
@@ -326,12 +321,6 @@ class _Module:
                     replaced.append(prefix + name)
                     held[name] = tensor
         return replaced
-
-
-def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    if 0 in shape:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(shape, strides))
 
 
 class _Event(NamedTuple):
@@ -448,16 +437,8 @@ class _Run:
             )
         strides = tuple(s for n, s in zip(destination.shape, destination.stride()) if n != 1)
         walked = tuple(s for n, s in zip(walk.shape, walk.stride()) if n != 1)
-        self.events.append(
-            _Event(
-                source.refitd_names[0],
-                parameter,
-                destination.storage_offset() - parameter.tensor.storage_offset(),
-                tuple(sizes),
-                strides,
-                (walk.storage_offset(), walked),
-            )
-        )
+        first = destination.storage_offset() - parameter.tensor.storage_offset()
+        self.events.append(_Event(source.refitd_names[0], parameter, first, tuple(sizes), strides, (walk.storage_offset(), walked)))
         return None
 
     def use(self, destination: Any, use: str) -> None:
@@ -664,24 +645,24 @@ def _mode_class() -> Any:
             if any(not isinstance(target, lazy) for target in written):
                 return _unchanged(func, written)
             try:
-                result = func(*_to_meta(args, lazy), **_to_meta(kwargs, lazy))
+                result = func(*_to_meta(args), **_to_meta(kwargs))
             except Exception:
                 raise self._run.failed(_ReadsValues(names, f"has its values read by the loader, by {func}")) from None
-            return _as_lazy(self._run, result, names, why, lazy)
+            return _as_lazy(self._run, result, names, why)
 
     def _unchanged(func: Any, written: list[Any]) -> Any:
         """Returns what an operation that was not carried out would have returned: the tensors that it would have written to."""
         returns = len(func._schema.returns)
         return None if returns == 0 else written[0] if returns == 1 else tuple(written[:returns])
 
-    def _as_lazy(run: _Run, result: Any, names: tuple[str, ...], why: str, lazy: Any) -> Any:
+    def _as_lazy(run: _Run, result: Any, names: tuple[str, ...], why: str) -> Any:
         if isinstance(result, torch.Tensor):
             return lazy(run, result, result, names, why)
         if isinstance(result, (list, tuple)):
-            return type(result)(_as_lazy(run, entry, names, why, lazy) for entry in result)
+            return type(result)(_as_lazy(run, entry, names, why) for entry in result)
         return result
 
-    def _to_meta(x: Any, lazy: Any) -> Any:
+    def _to_meta(x: Any) -> Any:
         if isinstance(x, lazy):
             return x.refitd_meta
         if isinstance(x, torch.Tensor):
@@ -689,9 +670,9 @@ def _mode_class() -> Any:
         if isinstance(x, torch.device):
             return torch.device("meta")
         if isinstance(x, dict):
-            return {key: _to_meta(value, lazy) for key, value in x.items()}
+            return {key: _to_meta(value) for key, value in x.items()}
         if isinstance(x, (list, tuple)):
-            return type(x)(_to_meta(entry, lazy) for entry in x)
+            return type(x)(_to_meta(entry) for entry in x)
         return x
 
     return Mode
@@ -832,7 +813,7 @@ def _memory_dims(tensor: Any) -> list[int]:
         if not dims:
             dims.append(n)
         elif stride == 0 or outer % stride:
-            return [_span(tensor.shape, tensor.stride())]
+            return [span(tensor.shape, tensor.stride())]
         else:
             dims.append(outer // stride)
         outer = stride
@@ -860,7 +841,7 @@ def _judge_parameter(run: _Run, name: str, uses: Sequence[_Used]) -> int:
     return sum(prod(copy.extent) for copy in copies if copy.name not in run.unsupported)
 
 
-def _boxes_in(copies: Sequence[Copy], tensors: Sequence[TensorSpec], parameters: Mapping[str, Any]) -> list[Box]:
+def boxes_in(copies: Sequence[Copy], tensors: Sequence[TensorSpec], parameters: Mapping[str, Any]) -> list[Box]:
     memories: dict[str, tuple[Memory, int]] = {}
     boxes = []
     for copy in copies:
@@ -874,7 +855,7 @@ def _boxes_in(copies: Sequence[Copy], tensors: Sequence[TensorSpec], parameters:
 
 def _memory_of(name: str, tensor: Any) -> tuple[Memory, int]:
     itemsize = tensor.element_size()
-    nbytes = _span(tensor.shape, tensor.stride()) * itemsize
+    nbytes = span(tensor.shape, tensor.stride()) * itemsize
     if tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + nbytes or tensor.device.type == "meta":
         raise FailedPrecondition(f"parameter '{name}' has no memory: it was freed, or is on device meta", culprit=f"parameter '{name}'")
     what = f"parameter '{name}'"

@@ -210,6 +210,14 @@ def thread_devices() -> Callable[[], None]:
     return take
 
 
+def synchronize(device: Any) -> None:
+    """Waits for the work that is queued on a torch.device."""
+    if device.type != "cpu":
+        import torch
+
+        torch.accelerator.synchronize()
+
+
 def connect_fields() -> dict[str, Any]:
     """Fields of refit_connect_options that the kinds fill in."""
     return {name: value for kind in KINDS for name, value in kind.connect_fields().items()}

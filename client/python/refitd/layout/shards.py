@@ -162,7 +162,7 @@ class _Options:
 
 def _collect(x: Any, options: _Options, found: _Found) -> Layout:
     """collect() with its arguments checked and the tensors of `x` found."""
-    collector = _Collector(options.rules, options.tied, options.rank, options.device)
+    collector = _Collector(options)
     held: list[_BoundShard] = []
     with paused():
         for each in _held(found.named, options):
@@ -173,28 +173,18 @@ def _collect(x: Any, options: _Options, found: _Found) -> Layout:
         if options.world_size == 1:
             collector.check_complete()
         layout = collector.layout
-        boxes, layout.pushed = plan(
-            collector.casts,
-            collector.demands,
-            staging=options.staging,
-            staging_bytes=options.staging_bytes,
-            rank=options.rank,
-            alone=options.world_size == 1,
-        )
+        boxes, layout.pushed = _plan(collector.casts, collector.demands, options)
         layout.boxes += boxes
-        layout.before_refit = _sequence(x.made_of.first if isinstance(x, (MadeMapping, MadeShards)) else None, collector.before_refit())
+        first = x.made_of.first if isinstance(x, (MadeMapping, MadeShards)) else None
+        steps = [*([] if first is None else [first]), *(addition.begin for addition in collector.additions.values())]
+        layout.before_refit = partial(_call_all, steps) if steps else None
         layout.source = _Source(x, options, found, held, collector.specs())
     return layout
 
 
-def _sequence(*steps: Callable[[], None] | None) -> Callable[[], None] | None:
-    wanted = [step for step in steps if step is not None]
-
-    def all_of_them() -> None:
-        for step in wanted:
-            step()
-
-    return all_of_them if wanted else None
+def _call_all(steps: Iterable[Callable[[], None]]) -> None:
+    for step in steps:
+        step()
 
 
 @dataclass(frozen=True)
@@ -404,11 +394,6 @@ def _same(tensor: Any) -> Any:
     return tensor
 
 
-def _begin(additions: Iterable[Addition]) -> None:
-    for addition in additions:
-        addition.begin()
-
-
 def _part_of(tensor: Any, part: Part) -> Any:
     local = local_tensor(tensor)
     return local[tuple(slice(begin, begin + n) for begin, n in zip(part.local, part.extent))]
@@ -582,16 +567,13 @@ class _View:
 class _Collector:
     """Builds a layout shard by shard."""
 
-    def __init__(self, rules: _Rules, tied: bool | Mapping[str, str], rank: int, device: Any) -> None:
+    def __init__(self, options: _Options) -> None:
         self.layout = Layout()
         self.casts: list[Cast] = []
         self.demands: dict[str, Demand] = {}
         # By id() of the object, since several shards may name one addition.
-        self._additions: dict[int, Addition] = {}
-        self._rules = rules
-        self._tied = tied
-        self._rank = rank
-        self._device = None if device is None else str(device)
+        self.additions: dict[int, Addition] = {}
+        self._rules, self._tied, self._rank, self._device = options.rules, options.tied, options.rank, options.device
         # By name: the index in layout.tensors, and the dtype in which the rank stores the tensor.
         self._tensors: dict[str, tuple[int, str]] = {}
         # By name: offset and extent of each box so far.
@@ -604,7 +586,7 @@ class _Collector:
         shard = held.shard
         name, tensor = shard.name, shard.tensor
         if shard.addition is not None:
-            self._additions[id(shard.addition)] = shard.addition
+            self.additions[id(shard.addition)] = shard.addition
         if tensor is None:
             self._list_without_boxes(held)
             return
@@ -656,11 +638,6 @@ class _Collector:
         """The global tensors, by name."""
         tensors = self.layout.tensors
         return {name: _Spec(tensors[i].shape, stored, tensors[i].dtype) for name, (i, stored) in self._tensors.items()}
-
-    def before_refit(self) -> Callable[[], None] | None:
-        """Returns what every rank must do before each refit; None: nothing."""
-        additions = list(self._additions.values())
-        return partial(_begin, additions) if additions else None
 
     def _demand(self, held: _BoundShard, delivered: str, extent: tuple[int, ...]) -> None:
         """Notes how much memory the cast takes. Tied tensors count too, because a rank with an empty shard can't see that they are tied."""
@@ -883,36 +860,29 @@ class Demand:
     ranges: bool
 
 
-def plan(
-    casts: Sequence[Cast], demands: Mapping[str, Demand], *, staging: str, staging_bytes: int, rank: int, alone: bool
-) -> tuple[list[Box], CastPush | None]:
+def _plan(casts: Sequence[Cast], demands: Mapping[str, Demand], options: _Options) -> tuple[list[Box], CastPush | None]:
     """The boxes of casts that are kept whole, and the pushes of the others.
 
-    `demands`: of all tensors that are cast on some rank, by name. `alone`: whether this is the only trainer rank, with
-    which no other must agree. Raises InvalidArgument where the casts fit neither way.
+    `demands`: of all tensors that are cast on some rank, by name. Raises InvalidArgument where the casts fit neither way.
     """
-    if staging not in STAGING:
-        raise InvalidArgument(f"staging is {staging!r}, {', '.join(map(repr, STAGING))} are possible", culprit="staging")
-    pushed = _pushed(casts, demands, staging, staging_bytes, rank, alone)
+    if options.staging not in STAGING:
+        raise InvalidArgument(f"staging is {options.staging!r}, {', '.join(map(repr, STAGING))} are possible", culprit="staging")
+    pushed = _pushed(casts, demands, options)
     whole = [cast for cast in casts if cast.name not in pushed]
     boxes = _staged_whole(whole) if whole else []
     push = CastPush([cast for cast in casts if cast.name in pushed])
     return boxes, push if pushed else None
 
 
-def _pushed(casts: Sequence[Cast], demands: Mapping[str, Demand], staging: str, staging_bytes: int, rank: int, alone: bool) -> set[str]:
+def _pushed(casts: Sequence[Cast], demands: Mapping[str, Demand], options: _Options) -> set[str]:
     """The names of the tensors to push."""
-    if staging == "whole":
-        return set()
-    if staging == "push":
-        return set(demands)
+    if options.staging != "auto":
+        return set() if options.staging == "whole" else set(demands)
+    rank, staging_bytes, alone = options.rank, options.staging_bytes, options.world_size == 1  # alone: no other rank must agree
     held: dict[str, int] = {}
     for cast in casts:
         held[cast.name] = held.get(cast.name, 0) + cast.nbytes
-    if alone:
-        needed = {name: held.get(name, 0) for name in demands}
-    else:
-        needed = {name: held.get(name, 0) if demand.nbytes is None else demand.nbytes for name, demand in demands.items()}
+    needed = {name: held.get(name, 0) if alone or demand.nbytes is None else demand.nbytes for name, demand in demands.items()}
     if sum(needed.values()) <= staging_bytes:
         return set()
     unknown = None if alone else next((name for name, demand in demands.items() if demand.nbytes is None), None)

@@ -11,11 +11,6 @@
 
 What is none of them is refused by name, before anything is registered.
 
-Equal shapes prove nothing: some kernels shuffle weights in place, and some keep a prepacked copy aside. So the engine's loader takes a
-`Snapshot` of each module between loading and post-processing, with a digest of every parameter, filled with random values. Afterwards
-`changes` lists what is different: a parameter's bytes or geometry, or anything that the module or its quantisation method got and that may
-hold a copy of weights. A module without a change reads what the loader wrote.
-
 The forward proof (`proved`) of what is written in place and of modules that are processed: what fails is processed, where it was direct and
 the engine post-processes its module, and proved again; what fails then is refused by name. An engine that serves its checkpoint keeps its
 weights: versions are delivered both ways only into random ones.
@@ -23,201 +18,26 @@ weights: versions are delivered both ways only into random ones.
 
 from __future__ import annotations
 
-import functools
 import logging
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._core.tensors import Places
 from ..errors import Error, FailedPrecondition
-from ..layout import Box, TensorSpec
-from ..layout.capture import Processed
+from ..layout import Box, TensorSpec, span
+from ..layout.capture import Processed, boxes_in, capture
 from ..layout.memory import DTYPES, Arena, digest, empty, locate, resolve, torch_dtype
 from ..layout.placement import KeptArenas, adopt_in_arenas, adopt_tensors, empty_in_arena
-from . import ahead, derived, proof
+from ..layout.shards import collect
+from . import Settings, ahead, derived, proof
 from .ahead import Portion
 from .derived import NotDerived, Quantised, Requantised
+from .evidence import ATTRIBUTE, KEPT, UNPROVED, Entry, entries_of, reasons_against, written_in_arenas
 from .proof import Probe, Proof, Prover
-
-if TYPE_CHECKING:
-    from . import Settings
-
-# The attribute of a model that has its evidence: for each module, what changes() found.
-ATTRIBUTE = "_refitd_evidence"
-# The attribute of a model whose weights lie in arenas: by name, the digests that parameters had when they were moved there.
-MOVED = "_refitd_moved"
-# The attribute of a model whose weights lie in arenas: refitd.serving.rank.Kept, what was kept of this rank's last process.
-KEPT = "_refitd_kept"
-# The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
-CONFIGURATION = "_refitd_vllm_config"
-# Objects that a search for copies of weights looks at; a value that reaches more counts as a copy.
-MAX_OBJECTS = 4096
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Enum, slice, range)
-
-
-@dataclass
-class Snapshot:
-    """A module's parameters and other attributes at one moment."""
-
-    tensors: dict[str, tuple[Any, ...]]
-    attributes: dict[str, Any]
-    method: dict[str, Any]
-
-    @classmethod
-    def of(cls, module: Any) -> Snapshot:
-        held: dict[str, Any] = {name: t for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
-        tensors: dict[str, tuple[Any, ...]] = {name: (t.dtype, tuple(t.shape), t.stride(), t.data_ptr(), digest(t)) for name, t in held.items()}
-        return cls(tensors, _attributes(module), _attributes(getattr(module, "quant_method", None)))
-
-
-def changes(module: Any, before: Snapshot, after: Snapshot | None = None, placed: Set[int] = frozenset()) -> dict[str, str]:
-    """By parameter or attribute, the changes, as text, by which post-processing may keep the module's kernel from reading what a loader writes later.
-    `after`: the module now; None: it is made here. `placed`: ids of tensors whose bytes are others since."""
-    after = Snapshot.of(module) if after is None else after
-    found = {}
-    for name in sorted(before.tensors.keys() | after.tensors.keys()):
-        was, now = before.tensors.get(name), after.tensors.get(name)
-        if was is None or now is None:
-            found[name] = f"'{name}' was {'added' if was is None else 'removed'}"
-        elif was[:3] != now[:3]:
-            found[name] = f"'{name}' was {was[0]} {was[1]} and is {now[0]} {now[1]} with strides {now[2]}"
-        elif was[4] != now[4] and id(_tensor_of(module, name)) not in placed:
-            found[name] = f"the bytes of '{name}' were changed"
-    # On a CPU a view may hold a copy: delivery in place moves the parameter into a region, and the view keeps the old memory.
-    held = [t for t in (*module.parameters(), *module.buffers()) if t is not None]
-    own = {t.untyped_storage().data_ptr() for t in held if t.device.type != "cpu"}
-    same = {id(t) for t in held}
-    for what, was_all, now_all in (("", before.attributes, after.attributes), ("quant_method.", before.method, after.method)):
-        for name, now in now_all.items():
-            if name in was_all and was_all[name] is now:
-                continue
-            why = may_hold_copy(now, own, same)
-            if why:
-                found[what + name] = f"'{what}{name}' {why}"
-    return found
-
-
-def _tensor_of(module: Any, name: str) -> Any:
-    found = module._parameters.get(name)
-    return module._buffers.get(name) if found is None else found
-
-
-def _attributes(owner: Any) -> dict[str, Any]:
-    """The attributes that are no parameters, buffers or submodules: the objects, so that no later object gets the id of one."""
-    return {name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in ("_parameters", "_buffers", "_modules")}
-
-
-def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: Callable[[], Any] | None, inside: Any) -> None:
-    """Leaves the evidence in a model that was loaded and post-processed. `before`: its modules' snapshots between the two. `find_kept`: not
-    None: moves the parameters that may be written in place into arenas (refitd.adopt), before the engine measures its memory and captures
-    graphs; those of this rank's last process, if it finds them (refitd.serving.rank.Kept). `inside`: as in decide()."""
-
-    def note(placed: Set[int] = frozenset()) -> dict[int, Snapshot]:
-        after = {id(layer): Snapshot.of(layer) for layer, _ in before}
-        found = {id(layer): changes(layer, snapshot, after[id(layer)], placed) for layer, snapshot in before}
-        object.__setattr__(model, ATTRIBUTE, found)
-        return after
-
-    note()
-    if find_kept is None:
-        return
-    held = _held(model)
-    try:
-        why = _reasons(model, held, inside)
-    except FailedPrecondition:
-        return  # decide() refuses the model for the same reason
-    kept = find_kept()
-    arenas = KeptArenas() if kept is None else kept.arenas
-    moved = [entry for entry in held if entry.is_parameter and entry.name not in why]
-    placed = {id(tensor) for tensor in adopt_in_arenas((entry.tensor for entry in moved), arenas)}
-    if kept is not None and not placed and kept.arenas.taken:
-        kept.release()  # it is of another model
-    after = note(placed)  # again, since tensors that shared the parameters' old memory are copies now
-    object.__setattr__(model, KEPT, kept)
-    # A parameter in kept memory can't be written before that memory is registered.
-    digests = {entry.name: after[id(entry.module)].tensors[entry.name.rpartition(".")[2]][4] for entry in moved if id(entry.tensor) not in placed}
-    object.__setattr__(model, MOVED, digests)
-
-
-def _written(model: Any) -> dict[str, str]:
-    """By name, why parameters in arenas can't be there: the engine wrote to them since it was loaded, as it profiled its memory and warmed up."""
-    moved: dict[str, int] = getattr(model, MOVED, {})
-    named = dict(model.named_parameters())
-    why = "was written by the engine's own runs, and what they write would be lost at the next version: start it without an arena"
-    found = {name: why for name, was in moved.items() if name in named and digest(named[name]) != was}
-    if not found:
-        object.__setattr__(model, MOVED, {})  # from now on the proof and versions write
-    return found
-
-
-def may_hold_copy(value: Any, own: set[int], same: set[int]) -> str | None:
-    """Why `value` may hold a copy of weights; None if everything that it reaches was seen, and each tensor there has an id in `same` or a
-    storage in `own`."""
-    import torch
-
-    queue: list[Any] = [value]
-    seen: set[int] = set()
-    while queue:
-        item = queue.pop()
-        if isinstance(item, _PLAIN) or id(item) in seen or isinstance(item, (torch.dtype, torch.device, torch.Size, torch.layout)):
-            continue
-        seen.add(id(item))
-        if len(seen) > MAX_OBJECTS:
-            return "reaches too many objects to be searched"
-        if isinstance(item, torch.Tensor):
-            if item.numel() and id(item) not in same and item.untyped_storage().data_ptr() not in own:
-                return f"has a tensor of its own or a view, {item.dtype} {tuple(item.shape)}"
-            continue
-        reached = _reached(item)
-        if reached is None:
-            return f"has a {type(item).__module__}.{type(item).__qualname__}, whose inside can't be seen"
-        queue.extend(reached)
-    return None
-
-
-def _reached(item: Any) -> Iterable[Any] | None:
-    """The objects that `item` refers to; None: they can't be seen."""
-    if isinstance(item, (list, tuple, set, frozenset)):
-        return list(item)
-    if isinstance(item, dict):
-        return [*item.keys(), *item.values()]
-    if isinstance(item, functools.partial):
-        return [item.func, *item.args, *item.keywords.values()]
-    if isinstance(item, types.MethodType):
-        return [item.__self__, item.__func__]
-    if isinstance(item, types.FunctionType):
-        cells = [cell.cell_contents for cell in item.__closure__ or () if _filled(cell)]
-        return [*cells, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
-    if isinstance(item, (types.BuiltinFunctionType, types.ModuleType)):
-        return []
-    if hasattr(item, "__dict__") and type(item).__module__.split(".")[0] not in ("builtins", "_ctypes"):
-        slots = [getattr(item, name) for kind in type(item).__mro__ for name in _slots(kind) if hasattr(item, name)]
-        return [*vars(item).values(), *slots]
-    return None
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents
-    except ValueError:
-        return False
-    return True
-
-
-UNPROVED = "is post-processed, and the load format is not 'refitd', which would tell whether its kernel reads what the loader writes"
-
 
 @dataclass
 class Prepacked:
@@ -314,53 +134,51 @@ class Delivery:
 
 
 @dataclass
-class _Entry:
-    """A parameter or buffer of a module."""
+class _Case:
+    """What a delivery is decided for. `inside`: the module with what is known of the engine's inside. `held`: the model's parameters and buffers;
+    `module_of`: by name, the id of the module of each; `specs`: the manifest, by name."""
 
-    name: str
-    module: Any
-    tensor: Any
-    is_parameter: bool
+    model: Any
+    manifest: Sequence[TensorSpec]
+    settings: Settings
+    device: Any
+    inside: Any
+
+    def __post_init__(self) -> None:
+        self.held = entries_of(self.model)
+        self.module_of = {entry.name: id(entry.module) for entry in self.held}
+        self.specs = {spec.name: spec for spec in self.manifest}
 
 
-def decide(
-    model: Any,
-    manifest: Sequence[TensorSpec],
-    settings: Settings,
-    device: Any,
-    inside: Any,
-    failed: Mapping[str, str] = MappingProxyType({}),
-) -> Delivery:
-    """Decides how each parameter of the model gets new weights, and makes the loader tensors. The model keeps its values. `inside`: the module with
-    what is known of the engine's inside. `failed`: by parameter or module, why it is not to be written in place though nothing else tells.
+def _decide(case: _Case, failed: Mapping[str, str]) -> Delivery:
+    """Decides how each parameter of the model gets new weights, and makes the loader tensors. The model keeps its values. `failed`: by parameter or
+    module, why it is not to be written in place though nothing else tells.
 
     Raises FailedPrecondition that names the first parameter or tensor that can't be delivered, and how many there are.
     """
-    held = _held(model)
-    why = _reasons(model, held, inside)
-    why.update({entry.name: reason for entry in held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
-    captured = _capture(model, manifest, held, inside, processed=lambda name: False)
-    fed = _fed(model, captured, inside)
+    module_of = case.module_of
+    why = reasons_against(case.model, case.held, case.inside)
+    why.update({entry.name: reason for entry in case.held if (reason := _reason_in(failed, entry.name)) and entry.name not in why})
+    captured = _capture(case, lambda name: False)
+    fed = _fed(case, captured)
     if fed:
-        captured = _capture(model, manifest, held, inside, processed=lambda name: False, fed=fed)
-    requantised = _requantised(model, manifest, held, captured, fed, why, settings, device, inside)
+        captured = _capture(case, lambda name: False, fed)
+    requantised = _requantised(case, captured, fed, why)
     # Modules are processed as a whole, and so are all modules that share a tensor of the checkpoint with a processed one.
-    module_of = {entry.name: id(entry.module) for entry in held}
     modules = {module_of[name] for name in (*captured.processed, *why)} - {id(entry.module) for entry in requantised}
-    _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
-    sources = _sources(captured, module_of)
+    _refuse_undeliverable(case, captured, modules)
+    sources = _sources(case, captured)
     while True:
         names = {name for name, targets in sources.items() if targets & modules}
         more = set().union(*(sources[name] for name in names)) - modules if names else set()
         if not more:
             break
         modules |= more
-    captured = _capture(model, manifest, held, inside, processed=lambda name: module_of[name] in modules, fed=fed)
-    if device.type == "cpu":
-        prepacked = _prepackable(held, captured, sources, modules, inside)
+    captured = _capture(case, lambda name: module_of[name] in modules, fed)
+    prepacked: set[int] = set()
+    if case.device.type == "cpu":
+        prepacked = _prepackable(case, captured, sources, modules)
         names = {name for name in names if sources[name] & (modules - prepacked)}
-    else:
-        prepacked = set()
     requantised = [entry for entry in requantised if id(entry.module) not in modules]
     written = {name for entry in requantised for name in entry.summary()}
     captured.direct[:] = [copy for copy in captured.direct if copy.parameter not in written]
@@ -370,37 +188,33 @@ def decide(
         "tensors of the checkpoint can't be delivered",
         "tensor",
     )
-    return _delivery_of(model, manifest, held, captured, modules, prepacked, names, requantised, why, settings, device, inside)
+    return _delivery_of(case, captured, modules, prepacked, names, requantised, why)
 
 
-def _fed(model: Any, captured: Any, inside: Any) -> dict[str, str]:
+def _fed(case: _Case, captured: Any) -> dict[str, str]:
     """The tensors that trainers have in another dtype than a checkpoint that is quantised in blocks, and the parameter of the values of each."""
-    values = {f"{name}.{each.values}" for name, module in model.named_modules() for each in inside.quantised(module) if each.kind is None}
+    named = case.model.named_modules()
+    values = {f"{name}.{each.values}" for name, module in named for each in case.inside.quantised(module) if each.kind is None}
     return {name: min(parameters) for name, parameters in captured.cast.items() if parameters <= values}
 
 
-def _requantised(
-    model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], captured: Any, fed: dict[str, str], why: dict[str, str],
-    settings: Settings, device: Any, inside: Any,
-) -> list[Requantised]:  # fmt: skip
-    """The modules whose values and scales can be written as derived tensors. `fed`: the result of _fed(). Fills `why` with the
-    reason for each parameter of a module that is left out."""
-    module_of = {entry.name: id(entry.module) for entry in held}
-    tensors = {spec.name: spec for spec in manifest}
+def _requantised(case: _Case, captured: Any, fed: dict[str, str], why: dict[str, str]) -> list[Requantised]:
+    """The modules whose values and scales can be written as derived tensors. `fed`: the result of _fed(). Fills `why` with
+    the reason for each parameter of a module that is left out."""
     taken: dict[int, list[TensorSpec]] = {}
-    for name, targets in _sources(captured, module_of).items():
+    for name, targets in _sources(case, captured).items():
         for target in targets:
-            taken.setdefault(target, []).append(tensors[name])
-    of_fed = {module_of[parameter] for parameter in fed.values()}
-    compared: dict[str, dict[str, str]] = getattr(model, derived.COMPARED, {})
+            taken.setdefault(target, []).append(case.specs[name])
+    of_fed = {case.module_of[parameter] for parameter in fed.values()}
+    compared: dict[str, dict[str, str]] = getattr(case.model, derived.COMPARED, {})
     found = []
-    for name, module in model.named_modules():
-        quantised = [each for each in inside.quantised(module) if each.kind or id(module) in of_fed]
-        own = [entry for entry in held if entry.module is module] if quantised else []
+    for name, module in case.model.named_modules():
+        quantised = [each for each in case.inside.quantised(module) if each.kind or id(module) in of_fed]
+        own = [entry for entry in case.held if entry.module is module] if quantised else []
         if not own or any(entry.name in why for entry in own):
             continue
         try:
-            kinds = derived.kinds_left(quantised[0].kinds(settings.derived, device), compared.get(name, {}))
+            kinds = derived.kinds_left(quantised[0].kinds(case.settings.derived, case.device), compared.get(name, {}))
             found.append(_requantised_one(name, module, quantised, kinds, own, captured, taken.get(id(module), []), fed))
         except NotDerived as reason:
             why.update({f"{name}.{parameter}": f"is not derived: {reason}" for each in quantised for parameter in (each.values, each.scales)})
@@ -408,7 +222,7 @@ def _requantised(
 
 
 def _requantised_one(
-    name: str, module: Any, quantised: Sequence[Quantised], kinds: tuple[str, ...], own: Sequence[_Entry], captured: Any, taken: list[TensorSpec],
+    name: str, module: Any, quantised: Sequence[Quantised], kinds: tuple[str, ...], own: Sequence[Entry], captured: Any, taken: list[TensorSpec],
     fed: dict[str, str],
 ) -> Requantised:  # fmt: skip
     """`kinds`: as in Requantised. `own`: what the module holds. `taken`: the checkpoint's tensors that it takes. Raises NotDerived."""
@@ -439,15 +253,15 @@ def _reason_in(failed: Mapping[str, str], name: str) -> str:
     return failed.get(name, "") or failed.get(name.rpartition(".")[0], "")
 
 
-def _prepackable(held: Sequence[_Entry], captured: Any, sources: dict[str, set[int]], modules: set[int], inside: Any) -> set[int]:
+def _prepackable(case: _Case, captured: Any, sources: dict[str, set[int]], modules: set[int]) -> set[int]:
     """The processed modules that only prepack their parameters, and share no tensor of the checkpoint with a module that is reloaded."""
-    entries: dict[int, list[_Entry]] = {}
-    for entry in held:
+    entries: dict[int, list[Entry]] = {}
+    for entry in case.held:
         entries.setdefault(id(entry.module), []).append(entry)
     found = {
         module
         for module in modules
-        if inside.only_prepacks(entries[module][0].module) and all(_is_matrix(captured, entry) for entry in entries[module])
+        if case.inside.only_prepacks(entries[module][0].module) and all(_is_matrix(captured, entry) for entry in entries[module])
     }
     found -= set().union(*(sources[name] for name in captured.cast if name in sources))
     while True:
@@ -457,76 +271,28 @@ def _prepackable(held: Sequence[_Entry], captured: Any, sources: dict[str, set[i
         found -= shared
 
 
-def _is_matrix(captured: Any, entry: _Entry) -> bool:
+def _is_matrix(captured: Any, entry: Entry) -> bool:
     """Whether tensors of the checkpoint fill the parameter, and it is a matrix or a vector: others are not only prepacked."""
     found = captured.processed.get(entry.name)
     return found is not None and len(found.shape) <= 2
 
 
-def _held(model: Any) -> list[_Entry]:
-    """All parameters and buffers, each once: tied ones under their first name."""
-    found: list[_Entry] = []
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for is_parameter, tensors in ((True, module._parameters), (False, module._buffers)):
-            for name, tensor in tensors.items():
-                if tensor is None or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                found.append(_Entry(f"{prefix}.{name}" if prefix else name, module, tensor, is_parameter))
-    return found
-
-
-def _reasons(model: Any, held: Sequence[_Entry], inside: Any) -> dict[str, str]:
-    """By parameter, why its module can't be written in place."""
-    evident: dict[int, dict[str, str]] | None = getattr(model, ATTRIBUTE, None)
-    reasons = {}
-    for entry in held:
-        if evident is not None and id(entry.module) in evident:
-            expected = {name for each in inside.quantised(entry.module) if each.kind for name in (each.values, each.scales)}
-            unexpected = [text for name, text in evident[id(entry.module)].items() if name not in expected]
-            if unexpected and not inside.is_attention(entry.module):
-                reasons[entry.name] = "; ".join(unexpected)
-        elif getattr(entry.module, "quant_method", None) is not None:
-            reasons[entry.name] = UNPROVED
-    methods = {id(module.quant_method) for module in model.modules() if hasattr(module, "quant_method")}
-    for name, module in model.named_modules():
-        if id(module) in methods:
-            continue  # a quantisation method that is a module: its changes count as those of the module that it serves
-        changed = (evident or {}).get(id(module), {})
-        reprocessed = getattr(module, "quant_method", None) is not None or inside.is_attention(module)
-        if changed and not reprocessed:
-            raise FailedPrecondition(
-                f"module '{name}' ({type(module).__name__}) is changed after loading, and vLLM does not do that again when weights "
-                f"are reloaded: {'; '.join(changed.values())}",
-                culprit=f"module '{name}'",
-            )
-    if evident is None and hasattr(model, "process_weights_after_loading"):
-        raise FailedPrecondition(
-            f"{type(model).__name__} is post-processed as a whole: start vLLM with --load-format refitd, which tells what that changes"
-        )
-    return reasons
-
-
-def _capture(
-    model: Any, manifest: Sequence[TensorSpec], held: Sequence[_Entry], inside: Any, processed: Any, fed: Mapping[str, str] = MappingProxyType({})
-) -> Any:
+def _capture(case: _Case, processed: Callable[[str], bool], fed: Mapping[str, str] = MappingProxyType({})) -> Any:
     """Runs the loader dry with parameters in its format. `fed`: of _fed(): the loader gets values of these tensors. Raises FailedPrecondition where
     post-processing removed a parameter."""
     import torch
 
-    from ..layout.capture import capture
-
+    model, inside = case.model, case.inside
     with inside.LoaderFormat(model):
         loaded: dict[str, Any] = {}
-        for entry in held:
+        for entry in case.held:
             name = entry.name.rpartition(".")[2]
             found = entry.module._parameters.get(name)
             found = entry.module._buffers.get(name) if found is None else found
             if found is None or type(found).__name__ == "UninitializedParameter":
                 continue  # post-processing made it: no loader fills it
             loaded[entry.name] = found
-        onto = {entry.name: entry.tensor for entry in held if entry.name in loaded}
+        onto = {entry.name: entry.tensor for entry in case.held if entry.name in loaded}
         # Parameters that post-processing removed: loaders fill them, and their modules are processed. Attention layers remove their scales
         # once they keep them elsewhere; a scale that the checkpoint has is refused, as a tensor that is copied to no parameter.
         known = {id(tensor) for tensor in loaded.values()}
@@ -540,32 +306,32 @@ def _capture(
                         f"parameter '{full}' is removed after loading, so that new weights can't be put there", culprit=f"parameter '{full}'"
                     )
         with torch.device("cpu"):
-            taken = [replace(spec, dtype="float8_e4m3fn") if spec.name in fed else spec for spec in manifest]
+            taken = [replace(spec, dtype="float8_e4m3fn") if spec.name in fed else spec for spec in case.manifest]
             captured = capture(model.load_weights, taken, parameters=loaded, onto=onto, processed=processed)
-    specs = {spec.name: spec for spec in manifest}
-    captured.tensors[:] = [specs[spec.name] for spec in captured.tensors]
+    captured.tensors[:] = [case.specs[spec.name] for spec in captured.tensors]
     return captured
 
 
-def _sources(captured: Any, module_of: dict[str, int]) -> dict[str, set[int]]:
+def _sources(case: _Case, captured: Any) -> dict[str, set[int]]:
     """By tensor of the checkpoint, the modules that it goes to."""
     copies = [*captured.direct, *(copy for entry in captured.processed.values() for copy in entry.copies)]
     found: dict[str, set[int]] = {}
     for copy in copies:
-        found.setdefault(captured.tensors[copy.tensor_index].name, set()).add(module_of[copy.parameter])
+        found.setdefault(captured.tensors[copy.tensor_index].name, set()).add(case.module_of[copy.parameter])
     for name, parameters in captured.cast.items():
-        found.setdefault(name, set()).update(module_of[parameter] for parameter in parameters)
+        found.setdefault(name, set()).update(case.module_of[parameter] for parameter in parameters)
     return found
 
 
-def _undeliverable(captured: Any, module_of: dict[str, int], processed_modules: set[int]) -> dict[str, str]:
-    """Why tensors can't be delivered, by name. A tensor whose only obstacle is a cast is deliverable if all its modules are processed,
+def _refuse_undeliverable(case: _Case, captured: Any, processed_modules: set[int]) -> None:
+    """Refuses tensors that can't be delivered. A tensor whose only obstacle is a cast is deliverable if all its modules are processed,
     because their reload runs the loader, which casts."""
-    return {
+    refused = {
         name: why
         for name, why in captured.unsupported.items()
-        if name not in captured.cast or not {module_of[parameter] for parameter in captured.cast[name]} <= processed_modules
+        if name not in captured.cast or not {case.module_of[parameter] for parameter in captured.cast[name]} <= processed_modules
     }
+    _refuse(refused, "tensors of the checkpoint can't be delivered", "tensor")
 
 
 def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None:
@@ -599,26 +365,15 @@ def _tied_modules(model: Any) -> list[Any]:
 
 
 def _delivery_of(
-    model: Any,
-    manifest: Sequence[TensorSpec],
-    held: Sequence[_Entry],
-    captured: Any,
-    modules: set[int],
-    prepacked: set[int],
-    names: set[str],
-    requantised: list[Requantised],
-    why: dict[str, str],
-    settings: Settings,
-    device: Any,
-    inside: Any,
+    case: _Case, captured: Any, modules: set[int], prepacked: set[int], names: set[str], requantised: list[Requantised], why: dict[str, str]
 ) -> Delivery:
-    """Makes the Delivery from what decide() found; refuses a model of which something can't be delivered.
+    """Makes the Delivery from what _decide() found; refuses a model of which something can't be delivered.
 
     `modules`, `prepacked`: ids of the modules to process, and of those among them that only prepack. `names`: the loader
     tensors. `requantised`: the modules that get derived tensors. `why`: by parameter, why its module can't be written in place.
     """
-    module_of = {entry.name: id(entry.module) for entry in held}
-    _refuse(_undeliverable(captured, module_of, modules), "tensors of the checkpoint can't be delivered", "tensor")
+    model, held, settings, inside, specs = case.model, case.held, case.settings, case.inside, case.specs
+    _refuse_undeliverable(case, captured, modules)
     _refuse(
         {name: "is a scale that the model ignores" for name in captured.ignored if name.rpartition(".")[2].endswith(("scale", "scale_inv", "zero_point", "zp"))},
         "tensors of the checkpoint would be lost",
@@ -635,15 +390,14 @@ def _delivery_of(
     processed.update({name: "is made of other parameters by its attention layer" for name in made_later if name not in processed})
     rest = [entry for entry in held if entry.name not in direct_names and entry.name not in processed]
     _refuse({entry.name: "gets no tensor of the checkpoint" for entry in rest if entry.is_parameter}, "parameters would stay as they are")
-    padded = _padded(held, captured, inside)
-    specs = {spec.name: spec for spec in manifest}
-    packing = _prepacked(model, held, captured, prepacked, settings.in_arenas)
+    padded = _padded(case, captured)
+    packing = _prepacked(case, captured, prepacked)
     total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
     _check_room(total, settings.loader_bytes, processed)
     kept = getattr(model, KEPT, None)
     in_arenas = (kept.arenas if kept is not None else KeptArenas(back=settings.arena)) if settings.in_arenas else None
-    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], device, in_arenas)
+    loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], case.device, in_arenas)
     attention = [module for module in model.modules() if inside.is_attention(module)]
     made = Delivery(
         direct=[entry.name for entry in direct],
@@ -660,14 +414,15 @@ def _delivery_of(
         tied=_tied_modules(model),
         made_later=sorted(made_later),
         derived=requantised,
-        not_derived=_that_quantise(model, inside) - {entry.name for entry in requantised},
+        not_derived={name for name, module in model.named_modules() if any(each.kind for each in inside.quantised(module))}
+        - {entry.name for entry in requantised},
         tied_names=_tied_names(model, captured.ignored, specs),
     )
     if settings.in_arenas:
-        sources = {name: targets for name, targets in _sources(captured, module_of).items() if name in names}
+        sources = {name: targets for name, targets in _sources(case, captured).items() if name in names}
         made.ahead = ahead.portions(made.modules, loader_tensors, sources)
         made.ahead += [Portion({entry.name: entry.module}, entry.filled, packs=True) for entry in packing]
-        if device.type == "cpu":
+        if case.device.type == "cpu":
             packs = {id(module) for module in made.tied if inside.only_prepacks(module)}
             for name, module in model.named_modules():
                 if id(module) in packs:
@@ -675,15 +430,11 @@ def _delivery_of(
                     made.ahead.append(Portion({name: module}, filled, packs=True))
     specs_derived = {part.spec.name: part.spec for entry in requantised for part in entry.parts}
     made.tensors += specs_derived.values()
-    made.boxes = _boxes(made, captured, direct, held, device, in_arenas)
+    made.boxes = _boxes(case, made, captured, direct, in_arenas)
     _leave_out(made, {part.spec.derived.source.name for entry in requantised for part in entry.parts if part.spec.derived is not None})
     own = {id(tensor) for entry in packing for tensor in entry.filled.values()}
     made.places = Places(model, [entry.name for entry in held if entry.name in direct_names or id(entry.tensor) in own])
     return made
-
-
-def _that_quantise(model: Any, inside: Any) -> set[str]:
-    return {name for name, module in model.named_modules() if any(each.kind for each in inside.quantised(module))}
 
 
 def _leave_out(made: Delivery, sources: set[str]) -> None:
@@ -710,12 +461,12 @@ def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]
     return tied
 
 
-def _padded(held: Sequence[_Entry], captured: Any, inside: Any) -> list[str]:
+def _padded(case: _Case, captured: Any) -> list[str]:
     """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only."""
     padded, unfilled = [], {}
-    for entry in held:
+    for entry in case.held:
         if entry.name in captured.unfilled:
-            if inside.is_vocabulary(entry.module):
+            if case.inside.is_vocabulary(entry.module):
                 padded.append(entry.name)
             else:
                 unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
@@ -735,16 +486,14 @@ def _check_room(total: int, loader_bytes: int, processed: dict[str, str]) -> Non
     )
 
 
-def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set[int], arena: bool) -> list[Prepacked]:
-    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written. With `arena` that
+def _prepacked(case: _Case, captured: Any, prepacked: set[int]) -> list[Prepacked]:
+    """The modules with ids `prepacked`, with memory for what the daemon writes, whose pages are taken once they are written. With arenas that
     memory is torch's, and _boxes() moves it into an arena."""
     import torch
 
-    from ..layout.capture import _span
-
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in case.model.named_modules()}
     made: dict[int, Prepacked] = {}
-    for entry in held:
+    for entry in case.held:
         module = id(entry.module)
         if module not in prepacked:
             continue
@@ -752,8 +501,8 @@ def _prepacked(model: Any, held: Sequence[_Entry], captured: Any, prepacked: set
         wanted = captured.processed[entry.name]
         filled = entry.tensor
         if (resolve(filled.dtype).name, tuple(filled.shape), tuple(filled.stride())) != (wanted.dtype, wanted.shape, wanted.strides):
-            span = _span(wanted.shape, wanted.strides)
-            whole = torch.empty(span, dtype=torch_dtype(wanted.dtype)) if arena else empty(span, wanted.dtype, like="torch")
+            size = span(wanted.shape, wanted.strides)
+            whole = torch.empty(size, dtype=torch_dtype(wanted.dtype)) if case.settings.in_arenas else empty(size, wanted.dtype, like="torch")
             filled = torch.nn.Parameter(whole.as_strided(wanted.shape, wanted.strides), requires_grad=False)
             found.beside += whole.nbytes
         found.filled[entry.name.rpartition(".")[2]] = filled
@@ -771,26 +520,22 @@ def _make_loader_tensors(specs: Sequence[TensorSpec], device: Any, in_arenas: Ke
     return {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device) for spec in specs}
 
 
-def _boxes(
-    made: Delivery, captured: Any, direct: Sequence[_Entry], held: Sequence[_Entry], device: Any, in_arenas: KeptArenas | None
-) -> list[Box]:
+def _boxes(case: _Case, made: Delivery, captured: Any, direct: Sequence[Entry], in_arenas: KeptArenas | None) -> list[Box]:
     """The boxes to register: of parameters that are written in place, of prepacked modules, and of the loader tensors. `in_arenas`: as in
     _make_loader_tensors()."""
-    from ..layout.capture import _boxes_in
-    from ..layout.shards import collect
-
     filled = {f"{entry.name}.{name}" if entry.name else name: t for entry in made.prepacked for name, t in entry.filled.items()}
-    if device.type == "cpu":
+    held = {entry.name: entry.tensor for entry in case.held}
+    if case.device.type == "cpu":
         tensors = [*(entry.tensor for entry in direct), *filled.values()]
         if in_arenas is not None:
             adopt_in_arenas(tensors, in_arenas)
         else:
             adopt_tensors(tensors)
-    boxes = _boxes_in(captured.direct, captured.tensors, {entry.name: entry.tensor for entry in held})
-    boxes += _boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
+    boxes = boxes_in(captured.direct, captured.tensors, held)
+    boxes += boxes_in([copy for name in filled for copy in captured.processed[name].copies], captured.tensors, filled)
     index = {spec.name: i for i, spec in enumerate(made.tensors)}
     parts = [part.copy(entry.name, index[part.spec.name]) for entry in made.derived for part in entry.parts]
-    boxes += _boxes_in(parts, made.tensors, {entry.name: entry.tensor for entry in held})
+    boxes += boxes_in(parts, made.tensors, held)
     whole = collect(made.loader_tensors, rank=0, tied=False)
     for box in whole.boxes:
         name = whole.tensors[box.tensor_index].name
@@ -806,7 +551,7 @@ DELIVERIES = "delivery by the engine's own loader"
 
 @dataclass
 class Steps:
-    """What is known of the engine. `inside`: as in decide(). `try_out`: refuses a delivery whose loader tensors do not reach every parameter, before the
+    """What is known of the engine. `inside`: the module with what is known of it. `try_out`: refuses a delivery whose loader tensors do not reach every parameter, before the
     first version is committed. `process`: brings the loader tensors into the modules, of those that are `done` what was made ahead. `aside`:
     processes a portion of the given tensors into the memory beside the model; None: the engine can't. `quantise`: does the same when the engine attaches. `agree`: as in Probe. `load`: loads tensors by the engine's
     own loader; returns names of modules that it passed over. `probe`: how the model is run; raises FailedPrecondition where it can't be."""
@@ -863,13 +608,13 @@ def _derives_equally(model: Any, made: Delivery, steps: Steps, device: Any) -> b
 def decided(
     model: Any, settings: Settings, manifest: Sequence[TensorSpec], device: Any, inside: Any, failed: dict[str, str] | None = None
 ) -> Delivery:
-    """The delivery without its proof; nothing is written to the weights. `failed`: as in decide(); gets what must lie in an arena and does not."""
-    _refuse(_written(model), "parameters in arenas")
+    """The delivery without its proof; nothing is written to the weights. `failed`: by parameter or module, why it is not to be written in place; gets what must lie in an arena and does not."""
+    _refuse(written_in_arenas(model), "parameters in arenas")
     failed = {} if failed is None else failed
     kept = getattr(model, KEPT, None)
     taken = kept.arenas.taken if kept is not None else 0
     while True:
-        made = decide(model, manifest, settings, device, inside, failed)
+        made = _decide(_Case(model, manifest, settings, device, inside), failed)
         outside = _outside_arenas(model, made, device) if settings.in_arenas else {}
         if not outside.keys() - failed.keys():
             return made
@@ -1051,11 +796,3 @@ def keep_memory(layer: Any, before: dict[str, Any]) -> None:
         with torch.no_grad():
             old.copy_(new)
         setattr(layer, name, old)
-
-
-def synchronise(device: Any) -> None:
-    """Waits for the device's queued work."""
-    if device.type != "cpu":
-        import torch
-
-        torch.accelerator.synchronize()

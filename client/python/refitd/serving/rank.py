@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from .._core.member import Connect
@@ -32,8 +32,10 @@ from ..layout import devices
 from ..layout.placement import KeptArenas, adopt, other_side
 from . import PROOFS, Settings, proof
 from .ahead import Portion
-from .delivery import Delivery, synchronise
 from .proof import Probe, Proof, Prover, token_ids, tokens_for
+
+if TYPE_CHECKING:
+    from .delivery import Delivery
 
 
 # How long `take` waits for Prepare by default. A trainer that calls the engine itself calls before it begins the update; the driver calls
@@ -229,7 +231,7 @@ class Rank:
     def _take(self, member: Engine, prepare: Prepare) -> None:
         if self._changed():
             self._refuse_changed(member, prepare)
-        synchronise(self._device)
+        devices.synchronize(self._device)
         try:
             prepare.ready()
         except FailedPrecondition as error:
@@ -276,7 +278,7 @@ class Rank:
                 try:
                     self._aside(portion, tensors)
                 finally:
-                    synchronise(self._device)
+                    devices.synchronize(self._device)
             portion.done = True
         except Exception as error:
             self._logger.exception("refitd: %s are processed in the pause from now on", ", ".join(portion.modules))
@@ -490,7 +492,7 @@ class Rank:
         assert self._member is not None and self._settings is not None
         try:
             self._process(delivery)
-            synchronise(self._device)
+            devices.synchronize(self._device)
             if self._settings.logits and self._logits is not None:
                 proof.compare_logits(self._settings.logits, self._logits_key(self._member, event), self._logits)
         except BaseException:

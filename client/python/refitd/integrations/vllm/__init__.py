@@ -37,19 +37,31 @@ from urllib.parse import parse_qs
 from ...errors import FailedPrecondition
 from ...serving.driver import Alone, Driver, Follower, State, add_routes, refusal, update_info
 from ...serving.proof import Value
+from ...serving.rank import Kept, find_kept
 from ...serving import Settings
 from . import versions
-from .versions import LEAVE, by_external_launcher, check_backend, device_of, starts_clean, world_size_of
+from .versions import LEAVE, by_external_launcher, check_backend, device_of, place, starts_clean, world_size_of
 
 
 def register() -> None:
     """Adds the backend and the load format `refitd` to vLLM in this process, and methods to its workers, and lets its engine core wake up
     paused; a repeated call changes nothing."""
     versions.register_backend("refitd", f"{__name__}.backend", "RefitdBackend")
-    versions.register_load_format()
+    versions.register_load_format(_find_kept)
     versions.add_worker_methods()
     versions.let_wake_up_stay_paused()
     versions.let_failures_be_read_whole()
+
+
+def _find_kept(parallel: Any, device: Any) -> Kept | None:
+    """What the daemon keeps of this worker's rank. The parallel config of a worker does not say how many ranks the replicas of its server have,
+    so that nothing is kept of those: None."""
+    settings = Settings.of()
+    rank, world_size, instance = place(parallel, settings.instance)
+    launched = by_external_launcher(parallel)
+    if not launched and (parallel.data_parallel_size > 1 or getattr(parallel, "data_parallel_index", 0) > 0):
+        return None
+    return find_kept(settings, instance, rank, world_size + (world_size if launched else 1), device, "vllm")
 
 
 def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:

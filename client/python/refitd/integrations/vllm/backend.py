@@ -30,19 +30,19 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from ...errors import FailedPrecondition
-from ...layout import TensorSpec
+from ...layout import TensorSpec, devices
 from ...serving.ahead import Portion, as_before, prepack
-from ...serving.delivery import (
-    ATTRIBUTE, CONFIGURATION, KEPT, Delivery, Steps, decided, keep_memory, prove_kept, proved, synchronise, tensors_of, zero_padding,
-)  # fmt: skip
+from ...serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of, zero_padding
+from ...serving.evidence import ATTRIBUTE, KEPT
 from ...serving.proof import Probe, token_ids, tokens_for, union_over
 from ...serving.rank import PREPARE_SECONDS, Rank, TakeUp
 from ...serving import Settings, read_manifest
 from . import versions
-from .versions import current_config, make_exportable, set_backend
+from .versions import CONFIGURATION, current_config, make_exportable, set_backend
 
 
 # The argument of `init_transfer_engine`: the fields of refitd.serving.Settings that ranks take, where "" leaves the environment's value. `drivers`:
@@ -107,7 +107,7 @@ class RefitdBackend(WeightTransferEngine):
     def _make_exportable(self) -> None:
         """Lets the daemon open weights in memory of vLLM's sleep mode."""
         self.rank.leave()  # no daemon has the old memory
-        synchronise(self.device)
+        devices.synchronize(self.device)
         made = make_exportable(self.device.type)
         if made:
             logging.getLogger("vllm.refitd").info("refitd: %d bytes of weights in memory of sleep mode can be written by the daemon now", made)
@@ -226,8 +226,6 @@ class RefitdBackend(WeightTransferEngine):
 
     def _process_attention(self, delivery: Delivery) -> None:
         """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without a reload, this does."""
-        import torch
-
         evident = getattr(self.model, ATTRIBUTE, None)
         for layer in delivery.attention:
             if evident is None or evident.get(id(layer)):
@@ -306,8 +304,6 @@ def ways_not_run(compilation: Any) -> dict[str, str]:
 
 def _of_earlier_stages(model: Any, vllm_config: Any, tokens: int, device: Any) -> Any:
     """Made-up values in place of what the pipeline stages before give."""
-    import torch
-
     made = model.make_empty_intermediate_tensors(tokens, vllm_config.model_config.dtype, device)
     generator = torch.Generator(device=device).manual_seed(_SEED)
     for tensor in made.tensors.values():
@@ -322,8 +318,6 @@ class Requests:
     """
 
     def __init__(self, layers: Mapping[str, Any], vllm_config: Any, tokens: int, device: Any) -> None:
-        import torch
-
         self.layers = dict(layers)
         self.tokens = tokens
         self.metadata: dict[str, Any] = {}
@@ -371,8 +365,6 @@ class Requests:
 
 def _blocks_of(new: list[int], whole: list[int], size: int, device: Any) -> tuple[int, Any, Any]:
     """How many blocks there are, of which the first belongs to no request; the table of their blocks; the slots of their new tokens."""
-    import torch
-
     counts = [-(-n // size) for n in whole]
     firsts = list(accumulate(counts, initial=1))[:-1]
     table = torch.zeros((len(whole), max(counts)), dtype=torch.int32)
@@ -384,8 +376,6 @@ def _blocks_of(new: list[int], whole: list[int], size: int, device: Any) -> tupl
 
 def _common_metadata(new: list[int], whole: list[int], table: Any, slots: Any, positions: Any) -> Any:
     """vLLM's description of one step, with the fields that its version has."""
-    import torch
-
     try:
         from vllm.v1.attention.backend import CommonAttentionMetadata as Common
     except ImportError:  # before 0.28
@@ -406,8 +396,6 @@ def _common_metadata(new: list[int], whole: list[int], table: Any, slots: Any, p
 
 def _cache_like(layer: Any, blocks: int, count: int) -> Any:
     """A cache of `blocks` blocks with the form of the layer's own, which has `count`, and made-up contents."""
-    import torch
-
     own = layer.kv_cache[0] if isinstance(layer.kv_cache, list) else layer.kv_cache
     if count not in own.shape:
         raise FailedPrecondition(f"the cache of '{layer.layer_name}' has the shape {tuple(own.shape)}, and there are {count} blocks")
@@ -423,7 +411,6 @@ def _cache_like(layer: Any, blocks: int, count: int) -> Any:
 @contextmanager
 def _alone(model: Any, vllm_config: Any, requests: Requests, compiled: bool = False) -> Iterator[None]:
     """Around a run of the model without vLLM's scheduler: attention layers without a request give what `_stand_in` makes."""
-    import torch
     from vllm.forward_context import get_forward_context, set_forward_context
 
     known = inspect.signature(set_forward_context).parameters
@@ -463,8 +450,6 @@ def _mixes_tokens(layer: Any) -> bool:
 
 def _reads_weights(layer: Any) -> bool:
     """Whether the attention layer reads more than what its call gives it: parameters, sinks, or a module."""
-    import torch
-
     held = vars(getattr(layer, "impl", None)).values() if getattr(layer, "impl", None) is not None else ()
     return any(True for _ in layer.parameters()) or any(isinstance(value, (torch.Tensor, torch.nn.Module)) for value in held)
 

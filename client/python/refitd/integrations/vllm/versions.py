@@ -22,17 +22,18 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from ctypes import c_uint64
-from functools import lru_cache
 from typing import Any
 
 from ...errors import FailedPrecondition
 from ...layout import devices
 from ...layout.placement import like
 from ...serving import Settings
-from ...serving.delivery import CONFIGURATION, Snapshot, note_changes
 from ...serving.derived import Quantised
+from ...serving.evidence import Snapshot, note_changes
 from ...serving.proof import gathered, union_over
-from ...serving.rank import Kept, find_kept
+
+# The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
+CONFIGURATION = "_refitd_vllm_config"
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -133,13 +134,16 @@ class _Answer:
         return status, result
 
 
-def register_load_format() -> None:
+# Finds what the daemon keeps of a worker's rank (refitd.serving.rank.Kept; None: nothing), by vLLM's parallel config and the weights' device.
+FindKept = Callable[[Any, Any], Any]
+
+
+def register_load_format(find_kept: FindKept) -> None:
     """Adds the load format `refitd` to vLLM in this process."""
     from vllm.model_executor import model_loader
 
     if "refitd" not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
-
-        model_loader.register_model_loader("refitd")(loader_class())
+        model_loader.register_model_loader("refitd")(_loader_class(find_kept))
 
 
 def init_arguments(arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -441,8 +445,7 @@ async def pause(engine: Any, mode: str) -> None:
         await core(mode=mode, clear_cache=False)
 
 
-@lru_cache(maxsize=1)
-def loader_class() -> Any:
+def _loader_class(find_kept: FindKept) -> Any:
     """vLLM's loader of random weights, with the evidence."""
     import torch
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -463,7 +466,7 @@ def loader_class() -> Any:
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
             model = super().load_model(vllm_config, *arguments, **options)
-            find = functools.partial(_find_kept, vllm_config.parallel_config, next(model.parameters()).device)
+            find = functools.partial(find_kept, vllm_config.parallel_config, next(model.parameters()).device)
             note_changes(model, self._before, find if Settings.of().in_arenas else None, sys.modules[__name__])
             object.__setattr__(model, CONFIGURATION, vllm_config)
             del self._before
@@ -493,17 +496,6 @@ def _before_quantising(model: Any, found: dict[int, Snapshot]) -> Iterator[None]
     finally:
         for _, method in methods:
             vars(method).pop("process_weights_after_loading", None)
-
-
-def _find_kept(parallel: Any, device: Any) -> Kept | None:
-    """What the daemon keeps of this worker's rank. The parallel config of a worker does not say how many ranks the replicas of its server have,
-    so that nothing is kept of those: None."""
-    settings = Settings.of()
-    rank, world_size, instance = place(parallel, settings.instance)
-    launched = by_external_launcher(parallel)
-    if not launched and (parallel.data_parallel_size > 1 or getattr(parallel, "data_parallel_index", 0) > 0):
-        return None
-    return find_kept(settings, instance, rank, world_size + (world_size if launched else 1), device, "vllm")
 
 
 def place(config: Any, instance: str, workers: int = 0) -> tuple[int, int, str]:
