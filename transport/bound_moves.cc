@@ -141,7 +141,7 @@ absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
   if (transfer.want_source_digests) {
     for (const BoundPiece& piece : transfer.source) {
       REFITD_RETURN_IF_ERROR(CheckRanks(piece));
-      if (piece.held != nullptr && ElementCount(piece.box) > 0) {
+      if (piece.held != nullptr && WantsDigest(transfer, piece) && ElementCount(piece.box) > 0) {
         REFITD_RETURN_IF_ERROR(CheckHeld(piece, piece.box));
       }
     }

@@ -48,6 +48,11 @@ struct BoundMoves {
   std::vector<int64_t> bytes;     // per destination
 };
 
+// Whether the transfer's source_digests have that of a source piece; else it is 0.
+inline bool WantsDigest(const Transfer& transfer, const BoundPiece& source) {
+  return transfer.want_source_digests && (source.held == nullptr || source.held->digested);
+}
+
 // Binds the transfer's program. The result must not outlive the transfer. INTERNAL: the program
 // names a piece that does not exist, or leaves its pieces.
 absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer);

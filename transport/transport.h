@@ -53,6 +53,8 @@ struct HeldPiece {
   // Disjoint boxes of derivation->from, which hold together all blocks that the box meets. That of
   // the rank for which the box was planned is first.
   std::vector<BoundPiece> parts;
+  // False: Transfer::want_source_digests does not mean the computed piece.
+  bool digested = true;
 };
 
 // The digest that a destination piece must have after the copies: a sum of digests computed by

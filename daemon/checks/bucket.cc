@@ -284,6 +284,18 @@ absl::StatusOr<std::vector<CheckedBucket::Place>> PlacesOf(const ReceivedBucket&
   return places;
 }
 
+std::vector<uint32_t> UnalignedOf(const CheckedBucket& bucket) {
+  std::vector<uint32_t> unaligned;
+  for (uint32_t i = 0; i < bucket.places.size(); ++i) {
+    const CheckedBucket::Place& place = bucket.places[i];
+    const auto element = static_cast<uint64_t>(ElementBytes(bucket.tensors[i].dtype));
+    const uint64_t at =
+        reinterpret_cast<uintptr_t>(place.inline_data) + static_cast<uint64_t>(place.byte_offset);
+    if (at % element != 0) unaligned.push_back(i);
+  }
+  return unaligned;
+}
+
 absl::Status CheckName(std::string_view name, std::string_view field) {
   if (name.empty() || name.size() > kMaxGroupNameBytes) {
     return InvalidField(field, "{} has {} characters, outside of 1 to {}", field, name.size(),

@@ -85,6 +85,9 @@ absl::StatusOr<std::vector<CheckedBucket::Place>> PlacesOf(const ReceivedBucket&
                                                            const RegionBytes& region_bytes,
                                                            const DeviceSource& device = {});
 
+// CheckedBucket::unaligned of a bucket that has its places.
+std::vector<uint32_t> UnalignedOf(const CheckedBucket& bucket);
+
 // ---- shared with bucket_message.cc ----
 // Names a field's entry, as in `bucket.sizes[3] of tensor "model.norm.weight"`.
 std::string BucketEntry(std::string_view list, size_t index, const TensorSpec& tensor);

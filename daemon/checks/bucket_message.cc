@@ -314,6 +314,13 @@ absl::StatusOr<CheckedBucket> ReadBucket(const v1::PeerBucket& message,
   REFITD_ASSIGN_OR_RETURN(CheckedBucket out,
                           ReadTensors(message.tensors(), slot, slot_bytes, "bucket.tensors"));
   out.seq = message.seq();
+  REFITD_RETURN_IF_ERROR(InRange(message.unaligned_size(), 0,
+                                 static_cast<int64_t>(out.tensors.size()), "bucket.unaligned"));
+  for (const uint32_t tensor : message.unaligned()) {
+    REFITD_RETURN_IF_ERROR(
+        InRange(tensor, 0, static_cast<int64_t>(out.tensors.size()) - 1, "bucket.unaligned"));
+    out.unaligned.push_back(tensor);
+  }
   return out;
 }
 
@@ -325,6 +332,8 @@ absl::StatusOr<CheckedBucket> ReadBucket(const v1::PeerHeader& message,
 void WriteBucket(const PartContent& content, v1::PeerBucket* message) {
   message->set_seq(content.bucket->seq);
   WriteTensors(content, message->mutable_tensors());
+  message->mutable_unaligned()->Add(content.bucket->unaligned.begin(),
+                                    content.bucket->unaligned.end());
 }
 
 void WriteBucket(const PartContent& content, v1::PeerHeader* message) {

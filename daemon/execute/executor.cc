@@ -7,8 +7,6 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
-#include "transport/base/errors.h"
-#include "transport/base/failure.h"
 #include "transport/base/mutex.h"
 #include "transport/base/status.h"
 #include "transport/broadcast.h"
@@ -120,48 +118,51 @@ absl::StatusOr<BoundSource> BindSource(const StartTransfer& start, const MemoryR
 }
 
 // Adds what destinations derive from the source's pieces. The coordinator lets only whole blocks be
-// pushed, so each piece has all blocks that it meets. FAILED_PRECONDITION, naming the tensor: its
-// elements are not aligned, as the elements of tensors that lie back to back may be.
-absl::Status AddDerived(const DestinationIndex& index, BoundSource* source) {
-  for (size_t p = 0; p < source->pieces.size(); ++p) {
-    const BoundPiece& piece = source->pieces[p];
+// pushed, so each piece has all blocks that it meets.
+void AddDerived(const DestinationIndex& index, BoundSource* source) {
+  absl::flat_hash_map<uint32_t, uint32_t> numbers;  // in source->derived, by tensor of the index
+  for (const BoundPiece& piece : source->pieces) {
     for (const uint32_t t : index.DerivedFrom(piece.name)) {
       const TensorSpec& tensor = *index.tensors()[t].spec;
       std::optional<Box> box = ComputableBox(*tensor.derived, piece.box);
       if (!box.has_value()) continue;
-      if (reinterpret_cast<uintptr_t>(piece.data) % ElementBytes(piece.dtype) != 0) {
-        return AboutTensor(Precondition("tensor '{}' lies unaligned in its bucket, and '{}' is "
-                                        "computed of it: leave gaps between tensors",
-                                        piece.name, tensor.name),
-                           piece.name);
-      }
+      const auto [number, added] =
+          numbers.try_emplace(t, static_cast<uint32_t>(source->derived.size()));
+      if (added) source->derived.push_back(tensor);
       const Dims strides = RowMajorStrides(box->extent);
-      const auto number = static_cast<uint32_t>(source->derived.size());
-      source->derived.push_back(tensor);
-      source->planned_derived.push_back({number, *box, RegionId(), 0, strides});
-      auto held = std::make_shared<const HeldPiece>(HeldPiece{tensor.derived, {piece}});
+      source->planned_derived.push_back({number->second, *box, RegionId(), 0, strides});
+      auto held = std::make_shared<const HeldPiece>(
+          HeldPiece{.derivation = tensor.derived, .parts = {piece}, .digested = false});
       source->computed.push_back({tensor.dtype, tensor.shape, *std::move(box), strides, piece.data,
                                   tensor.name, std::move(held)});
     }
   }
-  return absl::OkStatus();
 }
 
-// The plan of the moves from the source's pieces, and then from those that are computed.
-absl::StatusOr<MovePlan> PlanOf(const StartTransfer& start, const BoundSource& source) {
+// The plan of the moves from the source's pieces, and then from those that are computed. Leaves of
+// these only the pieces that are stored.
+absl::StatusOr<MovePlan> PlanOf(const StartTransfer& start, BoundSource* source) {
   PlanOptions options;
   options.skip_destination = start.skip_destination;
   REFITD_ASSIGN_OR_RETURN(MovePlan plan,
-                          Compile({source.tensors, source.planned}, *start.index, options));
-  if (source.derived.empty()) return plan;
+                          Compile({source->tensors, source->planned}, *start.index, options));
+  AddDerived(*start.index, source);
+  if (source->derived.empty()) return plan;
   options.max_moves -= static_cast<int64_t>(plan.moves.size());
-  REFITD_ASSIGN_OR_RETURN(const MovePlan derived,
-                          Compile({source.derived, source.planned_derived}, *start.index, options));
+  REFITD_ASSIGN_OR_RETURN(
+      MovePlan derived, Compile({source->derived, source->planned_derived}, *start.index, options));
   plan.bytes += derived.bytes;
-  for (CopyMove move : derived.moves) {
-    move.source_piece += static_cast<uint32_t>(source.pieces.size());
+  std::vector<BoundPiece> stored;
+  std::optional<uint32_t> last;  // moves are ordered by source piece
+  for (CopyMove& move : derived.moves) {
+    if (last != move.source_piece) {
+      last = move.source_piece;
+      stored.push_back(std::move(source->computed[*last]));
+    }
+    move.source_piece = static_cast<uint32_t>(source->pieces.size() + stored.size() - 1);
     plan.moves.push_back(std::move(move));
   }
+  source->computed = std::move(stored);
   return plan;
 }
 
@@ -438,8 +439,7 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, BoundSource so
                    std::to_string(start.part.value());
   transfer.keep_alive = std::move(source.keep_alive);
   if (start.index != nullptr && !start.index->destinations().empty()) {
-    REFITD_RETURN_IF_ERROR(AddDerived(*start.index, &source));
-    REFITD_ASSIGN_OR_RETURN(transfer.plan, PlanOf(start, source));
+    REFITD_ASSIGN_OR_RETURN(transfer.plan, PlanOf(start, &source));
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }
   transfer.readback_now.assign(transfer.destinations.size(), false);

@@ -45,6 +45,8 @@ struct CheckedBucket {
     MemoryOrigin origin{};  // kDevice
   };
   std::vector<Place> places;
+  // Indices of tensors whose first carried element lies at no multiple of the element size.
+  std::vector<uint32_t> unaligned;
   std::optional<SlotGrant> slot;  // set with kSlot, and only then
 
   // The bytes that this range of one of `tensors` has.

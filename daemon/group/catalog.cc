@@ -108,25 +108,22 @@ void Catalog::AddRank(uint32_t index) {
 
 void Catalog::AddTies(const Rank& rank) {
   for (const Tie& tie : rank.layout->ties) {
-    const TensorSpec& tensor = rank.layout->tensors[tie.tensor];
-    const TensorSpec& same_as = rank.layout->tensors[tie.same_as];
-    // The list of the tied tensor, of which there is one tie in most groups.
-    const absl::Span<const uint32_t> of_tensor = TiesOf(tensor.name);
+    const std::string& tensor = rank.layout->tensors[tie.tensor].name;
+    const std::string& same_as = rank.layout->tensors[tie.same_as].name;
+    const absl::Span<const uint32_t> of_tensor = TiesOf(tensor);
     const bool known = std::any_of(of_tensor.begin(), of_tensor.end(), [&](uint32_t t) {
-      return ties_[t].tensor->name == tensor.name && ties_[t].same_as->name == same_as.name;
+      return ties_[t].tensor == tensor && ties_[t].same_as == same_as;
     });
     if (known) continue;
-    const std::set<std::string_view> names = {tensor.name, NameAtSource(tensor), same_as.name,
-                                              NameAtSource(same_as)};
-    for (const std::string_view name : names) {
+    for (const std::string& name : {tensor, same_as}) {
       ties_of_[name].push_back(static_cast<uint32_t>(ties_.size()));
     }
-    ties_.push_back({&tensor, &same_as, rank.label});
+    ties_.push_back({tensor, same_as, rank.label});
   }
 }
 
 absl::Span<const uint32_t> Catalog::TiesOf(std::string_view tensor) const {
-  const auto it = ties_of_.find(tensor);
+  const auto it = ties_of_.find(absl::string_view(tensor.data(), tensor.size()));
   if (it == ties_of_.end()) return {};
   return it->second;
 }
@@ -216,8 +213,8 @@ int64_t Catalog::WantedOf(std::string_view tensor) const {
   return wanted;
 }
 
-absl::flat_hash_set<std::string_view> Catalog::DerivedFrom(std::string_view source) const {
-  absl::flat_hash_set<std::string_view> names;
+std::set<std::string_view> Catalog::DerivedFrom(std::string_view source) const {
+  std::set<std::string_view> names;
   for (const TensorSpec* const derived : DeclaredFrom(source)) names.insert(derived->name);
   return names;
 }

@@ -34,10 +34,10 @@
 
 namespace refitd::group {
 
-// Two tensors of one memory of an engine rank (Tie), of a layout of the catalog.
+// Two names of one memory of an engine rank (Tie).
 struct TiedNames {
-  const TensorSpec* tensor = nullptr;
-  const TensorSpec* same_as = nullptr;
+  std::string tensor;
+  std::string same_as;
   std::string rank;  // the label of a rank that ties them
 };
 
@@ -68,7 +68,7 @@ class Catalog {
   // that are derived from it.
   int64_t WantedOf(std::string_view tensor) const;
   // The names of tensors that are derived from `source`.
-  absl::flat_hash_set<std::string_view> DerivedFrom(std::string_view source) const;
+  std::set<std::string_view> DerivedFrom(std::string_view source) const;
   // What the tensor is derived from; null: it is not derived.
   const TensorSpec* SourceOf(std::string_view tensor) const;
   // The number of tensors that instances want. Computed at the first call, at the cost of the
@@ -103,8 +103,7 @@ class Catalog {
   absl::Status CheckAllCame(const Came& came, const std::vector<bool>& evicted) const;
   // The ties of all in-place ranks, each pair of names once. Empty for most models.
   const std::vector<TiedNames>& ties() const { return ties_; }
-  // Indices into ties() of those of which one of the two has this name, or is derived from the
-  // tensor that has it.
+  // Indices into ties() of those of which the tensor is one of the two.
   absl::Span<const uint32_t> TiesOf(std::string_view tensor) const;
   bool IsTied(std::string_view tensor) const { return !TiesOf(tensor).empty(); }
   // A loader rank without manifest; null: there is none.
@@ -171,7 +170,7 @@ class Catalog {
   std::vector<uint32_t> rank_of_;  // by destination
   std::vector<std::shared_ptr<const Layout>> layouts_;
   std::vector<TiedNames> ties_;
-  absl::flat_hash_map<std::string_view, std::vector<uint32_t>> ties_of_;
+  absl::flat_hash_map<std::string, std::vector<uint32_t>> ties_of_;
   // Computed when they are first asked for.
   mutable std::optional<int64_t> wanted_count_;
   mutable int64_t looked_at_ = 0;

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "transport/base/errors.h"
-#include "transport/plan/derived.h"
 
 namespace refitd::group {
 
@@ -27,8 +26,7 @@ absl::Status UpdateCoverage::CheckTied(std::string_view tensor) const {
   const Catalog& catalog = participants_.catalog();
   for (const uint32_t t : catalog.TiesOf(tensor)) {
     const TiedNames& tie = catalog.ties()[t];
-    const bool first = tie.tensor->name == tensor || NameAtSource(*tie.tensor) == tensor;
-    const std::string& other = first ? tie.same_as->name : tie.tensor->name;
+    const std::string& other = tie.tensor == tensor ? tie.same_as : tie.tensor;
     if (!program_.Contains(other)) continue;
     return Precondition(
         "tensor '{}' is one memory with tensor '{}' in {}, and is pushed, while the other comes "
@@ -220,48 +218,26 @@ void UpdateCoverage::AddTiedDigests(const PartContent& content,
   }
 }
 
-// Two names of one memory must have come with the same values (P11). What is derived in one way
-// from equal tensors is equal.
+// Two names of one memory must have come with the same values (P11).
 absl::Status UpdateCoverage::CheckTies() const {
-  const auto find = [this](const TensorSpec& tied) {
-    const auto tensor = pushed_.find(tied.name);
-    return tensor != pushed_.end() ? tensor : pushed_.find(NameAtSource(tied));
-  };
   for (const TiedNames& tie : participants_.catalog().ties()) {
-    const auto tensor = find(*tie.tensor);
-    const auto same_as = find(*tie.same_as);
+    const auto tensor = pushed_.find(tie.tensor);
+    const auto same_as = pushed_.find(tie.same_as);
     if (tensor == pushed_.end() || same_as == pushed_.end()) continue;
-    if (!ComeAlike(tie)) {
-      return Precondition(
-          "tensor '{}' and tensor '{}' are one memory in {}, and are not derived in the same way, "
-          "or only one of them is derived from what is pushed: push only '{}'",
-          tie.tensor->name, tie.same_as->name, tie.rank, same_as->first);
-    }
     if (!tensor->second.digested || !same_as->second.digested) {
       return Precondition(
           "tensor '{}' and tensor '{}' are one memory in {}, and the daemon of their trainer "
           "sent no digests to compare: push only '{}'",
-          tensor->first, same_as->first, tie.rank, same_as->first);
+          tie.tensor, tie.same_as, tie.rank, tie.same_as);
     }
     if (tensor->second.digest == same_as->second.digest) continue;
     return Precondition(
         "tensor '{}' and tensor '{}' are one memory in {}, and the pushed values of them differ: "
         "tie "
         "them in the trainer too, or serve a model that keeps them apart",
-        tensor->first, same_as->first, tie.rank);
+        tie.tensor, tie.same_as, tie.rank);
   }
   return absl::OkStatus();
-}
-
-// Whether equal digests of what was pushed for two tied tensors mean that these are equal.
-bool UpdateCoverage::ComeAlike(const TiedNames& tie) const {
-  const bool itself = Pushed(tie.tensor->name);
-  if (itself != Pushed(tie.same_as->name)) return false;
-  if (itself) return true;
-  const Derivation& a = *tie.tensor->derived;
-  const Derivation& b = *tie.same_as->derived;
-  return a.kind == b.kind && a.role == b.role && a.from.dtype == b.from.dtype &&
-         a.from.shape == b.from.shape;
 }
 
 // Whoever pushes says by that alone that the tensors are to be delivered, so that those which no

@@ -78,7 +78,6 @@ class UpdateCoverage {
   // Not OK: the program moves `tensor`, which a push of `pushed` would bring.
   absl::Status CheckNotMoved(std::string_view tensor, std::string_view pushed) const;
   absl::Status CheckOnce(const TensorSpec& tensor) const;
-  bool ComeAlike(const TiedNames& tie) const;
   void Count(const PushedTensor& tensor, int by);
   bool Pushed(std::string_view tensor) const {
     return pushed_.contains(absl::string_view(tensor.data(), tensor.size()));

@@ -176,6 +176,16 @@ absl::Status UpdatePush::CheckBucket(const TrainerProgress& progress, const Buck
   for (const TensorSpec& tensor : bucket.tensors) {
     REFITD_RETURN_IF_ERROR(coverage_.Check(tensor));
   }
+  for (const uint32_t i : bucket.unaligned) {
+    const std::string& name = bucket.tensors[i].name;
+    const std::set<std::string_view> derived = participants_.catalog().DerivedFrom(name);
+    if (derived.empty()) continue;
+    return AboutTensor(
+        Precondition("tensor '{}' lies unaligned in its bucket, and '{}' is computed "
+                     "of it: give byte_offsets, at multiples of {} bytes",
+                     name, *derived.begin(), ElementBytes(bucket.tensors[i].dtype)),
+        name);
+  }
   return CheckParts(bucket);
 }
 
@@ -200,9 +210,17 @@ absl::Status UpdatePush::CheckParts(const CheckedBucket& bucket) const {
     bytes += needed;
   }
   const Catalog& catalog = participants_.catalog();
+  // A part may leave half of its slot empty.
+  if (bytes <= most / 2 && !catalog.any_derived()) return absl::OkStatus();
+  const std::vector<PackedBucket> parts =
+      FormBuckets(bucket.tensors, bucket.ranges, members_.spec().slot_bytes);
+  if (static_cast<int64_t>(parts.size()) > kMaxPartsPerBucket) {
+    return Error(absl::StatusCode::kResourceExhausted,
+                 "seq {}: the bucket's tensors need {} slots of {} bytes; the most are {}",
+                 bucket.seq, parts.size(), members_.spec().slot_bytes, kMaxPartsPerBucket);
+  }
   if (!catalog.any_derived()) return absl::OkStatus();
-  for (const PackedBucket& part :
-       FormBuckets(bucket.tensors, bucket.ranges, members_.spec().slot_bytes)) {
+  for (const PackedBucket& part : parts) {
     for (const TensorRange& range : part.ranges) {
       REFITD_RETURN_IF_ERROR(catalog.CheckBlocks(bucket.tensors[range.tensor], range));
     }

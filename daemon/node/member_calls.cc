@@ -210,6 +210,7 @@ void MemberCalls::PushOpened(CallId call, const Caller& caller, absl::StatusOr<R
     REFITD_RETURN_IF_ERROR(hold->GrowTo(InlineBytes(received)));
     REFITD_ASSIGN_OR_RETURN(received.bucket->places,
                             PlacesOf(received, limits, region_bytes, device));
+    received.bucket->unaligned = UnalignedOf(*received.bucket);
     return absl::OkStatus();
   };
   const absl::Status placed = place();

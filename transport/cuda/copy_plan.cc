@@ -724,7 +724,7 @@ class CopyPlanner {
     const int spare = devices_.empty() ? 0 : devices_.begin()->first;
     for (size_t i = 0; i < transfer_.source.size(); ++i) {
       const BoundPiece& piece = transfer_.source[i];
-      if (ElementCount(piece.box) <= 0) continue;
+      if (ElementCount(piece.box) <= 0 || !WantsDigest(transfer_, piece)) continue;
       REFITD_ASSIGN_OR_RETURN(const int home, sources_[i].Device(PlaceOf(piece), addresses_));
       const int device = home == CopyAddresses::kHostMemory ? spare : home;
       REFITD_ASSIGN_OR_RETURN(const uint64_t address,

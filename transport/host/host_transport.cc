@@ -161,9 +161,9 @@ void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
   };
   size_t next_piece = 0;  // first piece whose digest is not planned yet
   const auto digest_until = [&](size_t piece, size_t move) {
-    if (!transfer.want_source_digests) return;
     for (; next_piece < piece; ++next_piece) {
-      add(&transfer.source[next_piece], move, move, transfer.source[next_piece].box);
+      const BoundPiece& source = transfer.source[next_piece];
+      if (WantsDigest(transfer, source)) add(&source, move, move, source.box);
     }
   };
   for (size_t first = 0; first < moves.size();) {
@@ -176,7 +176,7 @@ void MakeChunks(const Transfer& transfer, CopyPlan* plan) {
     }
     const auto piece = static_cast<size_t>(source - transfer.source.data());
     digest_until(piece, first);
-    add(source, first, last, transfer.want_source_digests ? source->box : around);
+    add(source, first, last, WantsDigest(transfer, *source) ? source->box : around);
     next_piece = piece + 1;
     first = last;
   }

@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "transport/base/errors.h"
 #include "transport/base/failure.h"
@@ -140,11 +141,19 @@ absl::Status ValidateDerived(const TensorSpec& tensor) {
                      tensor.name);
 }
 
-absl::Status CheckScalesOfDerived(const std::vector<TensorSpec>& tensors) {
+absl::Status CheckDerivedTogether(const std::vector<TensorSpec>& tensors) {
   using Quantised = std::pair<std::string_view, DerivedKind>;
   absl::flat_hash_set<Quantised> has[2];
+  absl::flat_hash_map<std::string_view, int64_t> count;  // of tensors, by source
   for (const TensorSpec& tensor : tensors) {
-    if (tensor.derived == nullptr || !RowOf(tensor.derived->kind).scales.has_value()) continue;
+    if (tensor.derived == nullptr) continue;
+    if (++count[tensor.derived->from.name] > kMaxDerivedFrom) {
+      return AboutTensor(Error(absl::StatusCode::kResourceExhausted,
+                               "tensor {}: over {} tensors of the layout are derived from {}",
+                               tensor.name, kMaxDerivedFrom, tensor.derived->from.name),
+                         tensor.name);
+    }
+    if (!RowOf(tensor.derived->kind).scales.has_value()) continue;
     has[tensor.derived->role == DerivedRole::kScales].emplace(tensor.derived->from.name,
                                                               tensor.derived->kind);
   }

@@ -1,7 +1,8 @@
-// Derived tensors: tensors of engines that a refit computes, on the way, from tensors that trainers
-// hold: casts, and the values and scales of quantised weights.
+// Derived tensors: tensors of engines that are computed, on the way, from tensors that trainers
+// hold or push: casts, and the values and scales of quantised weights.
 //
-// An engine's layout declares such a tensor by TensorSpec::derived. The planner then gives each
+// An engine's layout declares such a tensor by TensorSpec::derived. A push computes it on the
+// engine's node, of the blocks that it brings. For a refit the planner gives each
 // trainer's layout the boxes of it that the trainer can compute (derived_layouts.h), and plans
 // routes for these boxes as for any others, in elements and bytes of the derived tensor; transports
 // compute a box where they would copy it (transport/derive/derive.h). An engine that holds derived
@@ -59,9 +60,14 @@ bool MayBeCut(DerivedKind kind);
 // many dimensions. INVALID_ARGUMENT, naming the tensor.
 absl::Status ValidateDerived(const TensorSpec& tensor);
 
+// The most tensors of a layout that are derived from one tensor (P10): each push of that tensor
+// looks at all of them.
+inline constexpr int64_t kMaxDerivedFrom = 16;
+
 // Checks that a layout with the values of a quantised tensor has its scales, and the reverse.
-// INVALID_ARGUMENT, naming the tensor.
-absl::Status CheckScalesOfDerived(const std::vector<TensorSpec>& tensors);
+// INVALID_ARGUMENT, naming the tensor; RESOURCE_EXHAUSTED: more than kMaxDerivedFrom tensors are
+// derived from one.
+absl::Status CheckDerivedTogether(const std::vector<TensorSpec>& tensors);
 
 // The largest box of the derived tensor, in its elements, that can be computed from the box `held`
 // of `from`. nullopt: `held` contains no whole block.

@@ -878,7 +878,7 @@ absl::Status ValidateLayout(const Layout& layout, const RegionBytes& region_byte
     }
   }
   if (!destination) return absl::OkStatus();
-  REFITD_RETURN_IF_ERROR(CheckScalesOfDerived(layout.tensors));
+  REFITD_RETURN_IF_ERROR(CheckDerivedTogether(layout.tensors));
   REFITD_RETURN_IF_ERROR(ValidateTies(layout));
   REFITD_RETURN_IF_ERROR(ValidateDisjointBoxes(layout));
   return MemoryOverlap(layout).Check();

@@ -413,7 +413,7 @@ class Engine(Member):
             buffers: Of a module: whether persistent buffers are taken, or patterns of those that are.
             leave_out: Patterns of names that are not taken.
             tied: As in Trainer.register.
-            derived: By name, how refits compute a tensor from one that trainers hold. Trainers that push can't bring it.
+            derived: By name, how a tensor is computed from one that trainers hold or push.
 
         Raises:
             InvalidArgument: The layout is wrong in itself; the error names the tensor. Nothing has changed then.
