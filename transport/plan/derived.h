@@ -12,7 +12,6 @@
 #define REFITD_TRANSPORT_PLAN_DERIVED_H_
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -40,7 +39,7 @@ std::string_view NameOf(DerivedKind kind);
 // Returns "values of fp8_block of float32 [256, 256] model.w", for messages.
 std::string Describe(const Derivation& derivation);
 
-// The error for a block without a result. `where` is the place in derivation.from: "element [3,
+// The error for a block without a result. `where` names elements of derivation.from: "element [3,
 // 4]". FAILED_PRECONDITION, with the tensor.
 absl::Status NoResult(const Derivation& derivation, std::string_view where);
 
