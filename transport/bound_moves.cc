@@ -5,28 +5,60 @@
 #include <string_view>
 
 #include "transport/base/status.h"
+#include "transport/plan/boxes.h"
 
 namespace refitd {
 namespace {
 
-bool Inside(const Box& inner, const Box& outer) {
-  const std::optional<Box> both = Intersect(inner, outer);
-  return both.has_value() && *both == inner;
+// The most comparisons of shards in one transfer (P10). Shards that are rows, columns or tiles of a
+// matrix need few for each shard.
+constexpr int64_t kMaxShardSteps = int64_t{1} << 28;
+
+// INTERNAL unless the shards of all computed pieces are disjoint, of the rank of the tensor that
+// they hold. RESOURCE_EXHAUSTED: there are too many comparisons.
+absl::Status CheckShards(const std::vector<BoundPiece>& pieces) {
+  int64_t steps = 0;
+  for (const BoundPiece& piece : pieces) {
+    if (piece.held == nullptr) continue;
+    std::vector<const Box*> boxes;
+    for (const BoundPiece& shard : piece.held->shards) {
+      REFITD_RETURN_IF_ERROR(CheckRanks(shard));
+      if (shard.shape.size() != piece.held->derivation->from.shape.size()) {
+        return Error(absl::StatusCode::kInternal, "program: a shard of \"{}\" has {} dimensions",
+                     piece.name, shard.shape.size());
+      }
+      boxes.push_back(&shard.box);
+    }
+    bool meet = false;
+    const BoxIndex index(boxes);
+    for (uint32_t i = 0; i < boxes.size() && !meet && steps <= kMaxShardSteps; ++i) {
+      steps += index.Query(*boxes[i], [&](uint32_t other) {
+        meet = meet || (other < i && Meet(*boxes[i], *boxes[other]));
+      });
+    }
+    if (meet) {
+      return Error(absl::StatusCode::kInternal, "program: shards of \"{}\" have common elements",
+                   piece.name);
+    }
+  }
+  if (steps <= kMaxShardSteps) return absl::OkStatus();
+  return Error(absl::StatusCode::kResourceExhausted,
+               "program: comparing the shards of computed pieces takes more than {} steps",
+               kMaxShardSteps);
 }
 
-// INTERNAL unless the parts of a computed piece, which are disjoint, hold all of the blocks that
+// INTERNAL unless the shards of a computed piece, which are disjoint, hold all of the blocks that
 // `box` meets.
 absl::Status CheckHeld(const BoundPiece& piece, const Box& box) {
   const Box blocks = ComputedFrom(*piece.held->derivation, box);
   int64_t held = 0;
-  for (const BoundPiece& part : piece.held->parts) {
-    REFITD_RETURN_IF_ERROR(CheckRanks(part));
-    const std::optional<Box> common = Intersect(part.box, blocks);
+  for (const BoundPiece& shard : piece.held->shards) {
+    const std::optional<Box> common = Intersect(shard.box, blocks);
     if (common.has_value()) held += ElementCount(*common);
   }
   if (held == ElementCount(blocks)) return absl::OkStatus();
   return Error(absl::StatusCode::kInternal,
-               "program: \"{}\" is computed from {} elements, of which its parts have {}",
+               "program: \"{}\" is computed from {} elements, of which its shards have {}",
                piece.name, ElementCount(blocks), held);
 }
 
@@ -34,7 +66,7 @@ absl::Status CheckSide(const BoundPiece& piece, const Box& box, int64_t byte_off
                        std::string_view side) {
   REFITD_RETURN_IF_ERROR(CheckRanks(piece));
   if (box.offset.size() != piece.shape.size() || box.extent.size() != piece.shape.size() ||
-      ElementCount(box) == 0 || !Inside(box, piece.box)) {
+      ElementCount(box) == 0 || !Contains(piece.box, box)) {
     return Error(absl::StatusCode::kInternal, "program: move of \"{}\" is not inside its {} piece",
                  piece.name, side);
   }
@@ -105,11 +137,7 @@ void NumberSums(const Transfer& transfer, BoundMoves* bound) {
 }  // namespace
 
 int64_t ByteDistance(const Box& box, const Box& from, const Dims& strides, int64_t element_bytes) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < strides.size(); ++d) {
-    elements += (box.offset[d] - from.offset[d]) * strides[d];
-  }
-  return elements * element_bytes;
+  return ElementDistance(box.offset, from.offset, strides) * element_bytes;
 }
 
 int64_t ByteSpan(const Dims& extent, const Dims& strides, int64_t element_bytes) {
@@ -132,6 +160,7 @@ absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer) {
   BoundMoves bound;
   bound.bytes.resize(transfer.destinations.size());
   bound.moves.reserve(transfer.plan.moves.size());
+  REFITD_RETURN_IF_ERROR(CheckShards(transfer.source));
   for (const CopyMove& copy : transfer.plan.moves) {
     REFITD_ASSIGN_OR_RETURN(const BoundMove move, BindMove(transfer, copy));
     bound.bytes[move.destination_index] +=

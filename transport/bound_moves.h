@@ -54,7 +54,8 @@ inline bool WantsDigest(const Transfer& transfer, const BoundPiece& source) {
 }
 
 // Binds the transfer's program. The result must not outlive the transfer. INTERNAL: the program
-// names a piece that does not exist, or leaves its pieces.
+// names a piece that does not exist, or leaves its pieces; shards of a computed piece meet or do
+// not hold its blocks. RESOURCE_EXHAUSTED: finding that out takes too long.
 absl::StatusOr<BoundMoves> BindMoves(const Transfer& transfer);
 
 // P1: compares the digests of a job's pieces, which were read again, with the sums of the passes

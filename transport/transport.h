@@ -43,7 +43,7 @@ struct BoundPiece {
   char* data = nullptr;  // first element of the box
   std::string name;      // tensor, for messages
   // Sources only. Set: the box lies nowhere and is computed from this. Offsets and strides are
-  // those of a dense box, and `data` is that of the first part.
+  // those of a dense box, and `data` is that of the first shard.
   std::shared_ptr<const HeldPiece> held = nullptr;
 };
 
@@ -52,7 +52,7 @@ struct HeldPiece {
   std::shared_ptr<const Derivation> derivation;
   // Disjoint boxes of derivation->from, which hold together all blocks that the box meets. That of
   // the rank for which the box was planned is first.
-  std::vector<BoundPiece> parts;
+  std::vector<BoundPiece> shards;
   // False: Transfer::want_source_digests does not mean the computed piece.
   bool digested = true;
 };

@@ -86,11 +86,7 @@ inline int64_t SpanElements(const Dims& extent, const Dims& strides) {
 
 // The place of the box in the piece, in bytes.
 inline int64_t Offset(const BoundPiece& piece, const Box& box) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < box.offset.size(); ++d) {
-    elements += (box.offset[d] - piece.box.offset[d]) * piece.strides[d];
-  }
-  return elements * ElementBytes(piece.dtype);
+  return ElementDistance(box.offset, piece.box.offset, piece.strides) * ElementBytes(piece.dtype);
 }
 
 // ---- transfers that must be refused ----

@@ -132,7 +132,7 @@ void AddDerived(const DestinationIndex& index, BoundSource* source) {
       const Dims strides = RowMajorStrides(box->extent);
       source->planned_derived.push_back({number->second, *box, RegionId(), 0, strides});
       auto held = std::make_shared<const HeldPiece>(
-          HeldPiece{.derivation = tensor.derived, .parts = {piece}, .digested = false});
+          HeldPiece{.derivation = tensor.derived, .shards = {piece}, .digested = false});
       source->computed.push_back({tensor.dtype, tensor.shape, *std::move(box), strides, piece.data,
                                   tensor.name, std::move(held)});
     }

@@ -25,18 +25,6 @@ bool WritesDestinations(MoveStep step) {
 }
 bool UsesSlot(MoveStep step) { return step == MoveStep::kPack || step == MoveStep::kUnpack; }
 
-// Bytes from the first element of a piece to the first element of `box`, which lies inside the
-// piece.
-int64_t Distance(const Box& from, const Dims& strides, const Box& box, int64_t element_bytes) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < box.offset.size(); ++d) {
-    const int64_t steps = box.offset[d] - from.offset[d];
-    // Along a dimension of one element the stride is never used and may be anything.
-    if (steps != 0) elements += steps * strides[d];
-  }
-  return elements * element_bytes;
-}
-
 absl::StatusOr<std::map<RegionId, MemorySpan>> Regions(MemberId member, const Layout& layout,
                                                        bool destination,
                                                        const MemoryResolver& memory) {
@@ -208,20 +196,21 @@ class Binder {
     const TensorSpec& tensor = layout.tensors[computed.tensor];
     auto held = std::make_shared<HeldPiece>();
     held->derivation = tensor.derived;
-    REFITD_ASSIGN_OR_RETURN(held->parts.emplace_back(),
+    REFITD_ASSIGN_OR_RETURN(held->shards.emplace_back(),
                             BindInForce(member, computed.computed_from, layout, Sources()));
-    if (const auto more = program_.held_parts.find({member, piece});
-        more != program_.held_parts.end()) {
-      for (const HeldPart& from : more->second) {
+    if (const auto more = program_.other_shards.find({member, piece});
+        more != program_.other_shards.end()) {
+      for (const ShardBox& from : *more->second) {
         REFITD_ASSIGN_OR_RETURN(
-            BoundPiece part,
+            BoundPiece shard,
             BindInForce(from.layout, from.piece, *program_.source_layouts[from.layout], Sources()));
-        part.data += Distance(part.box, part.strides, from.box, ElementBytes(part.dtype));
-        part.box = from.box;
-        held->parts.push_back(std::move(part));
+        shard.data += ElementDistance(from.box.offset, shard.box.offset, shard.strides) *
+                      ElementBytes(shard.dtype);
+        shard.box = from.box;
+        held->shards.push_back(std::move(shard));
       }
     }
-    char* const data = held->parts.front().data;
+    char* const data = held->shards.front().data;
     return BoundPiece{tensor.dtype, tensor.shape, computed.box,   computed.strides,
                       data,         tensor.name,  std::move(held)};
   }
@@ -315,7 +304,8 @@ class Binder {
         const ChunkBox& sent = round[i].sent[move.chunk_box];
         REFITD_ASSIGN_OR_RETURN(const PlacedPiece known, Source(move.member, move.piece, &pieces));
         BoundPiece source = pieces[known.index];
-        const int64_t inside = Distance(source.box, source.strides, sent.box, move.element_bytes);
+        const int64_t inside = ElementDistance(sent.box.offset, source.box.offset, source.strides) *
+                               move.element_bytes;
         source.box = sent.box;
         if (source.held == nullptr) source.data += inside;
         BoundPiece packed = source;
@@ -446,7 +436,8 @@ class Binder {
       REFITD_ASSIGN_OR_RETURN(BoundPiece piece, BindPiece(layout, layout.pieces[replica->piece],
                                                           memory_.sources[replica->member]));
       const Box& box = (*bound_.replicas)[replica->share].box;
-      piece.data += Distance(piece.box, piece.strides, box, ElementBytes(piece.dtype));
+      piece.data +=
+          ElementDistance(box.offset, piece.box.offset, piece.strides) * ElementBytes(piece.dtype);
       piece.box = box;
       result_.transfer.source.push_back(std::move(piece));
     }
@@ -526,7 +517,7 @@ class ReplicaFinder {
   }
 
   static bool Holds(const Piece& piece, const Box& box) {
-    return box.offset.size() == piece.box.offset.size() && Intersect(piece.box, box) == box;
+    return box.offset.size() == piece.box.offset.size() && Contains(piece.box, box);
   }
 
   absl::StatusOr<uint32_t> PieceOf(const ReplicaShare& share, uint32_t member) {

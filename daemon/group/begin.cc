@@ -29,7 +29,7 @@ absl::Status CheckJoins(const group::Update& u, const group::Member& member, con
       return Precondition("an update to version {} is being given up", u.version);
     }
     return Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}", u.version,
-                 u.give_up.reason);
+                 u.end.why().reason);
   }
   if (u.version != e.version) return Precondition("an update to version {} runs", u.version);
   // A rank that names no verification takes the update's.
@@ -48,6 +48,27 @@ absl::Status CheckJoins(const group::Update& u, const group::Member& member, con
   return absl::OkStatus();
 }
 
+// Why an instance leaves the update whose rank `late` has not answered Prepare, or SendFlip.
+group::GiveUp WhyUnready(const group::Update& u, uint32_t participant, const std::string& late,
+                         const GroupLimits& limits) {
+  group::GiveUp why;
+  if (u.state == UpdateState::kFlipping) {
+    why.reason = fmt::format("{} did not flip within {} (limits.ready_ms)", late,
+                             group::Seconds(limits.ready_limit));
+    why.commit_code = absl::StatusCode::kDeadlineExceeded;
+  } else {
+    const Duration whole = u.deadline - u.started;
+    why.reason =
+        fmt::format("{} did not answer Ready within {} ({})", late,
+                    group::Seconds(std::min(limits.ready_limit, whole)),
+                    limits.ready_limit <= whole ? "limits.ready_ms" : "the update's duration");
+    why.begin_code = absl::StatusCode::kDeadlineExceeded;
+  }
+  why.kind = GiveUpClass::kDeadline;
+  u.participants.SuspectUnready(participant, &why.failure);
+  return why;
+}
+
 }  // namespace
 
 absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) const {
@@ -59,13 +80,13 @@ absl::Status Group::Impl::CheckBegin(const Member& member, const BeginEvent& e) 
                         group::Seconds(limits.max_duration));
   }
   // A catch-up gives way, so the call is checked as if none ran.
-  const Update* const opened = Opened();
+  const Update* const opened = updates.Opened();
   REFITD_RETURN_IF_ERROR(
       group::CheckTensors(e.tensor_count, opened == nullptr ? 0 : opened->push.TensorCount()));
   REFITD_RETURN_IF_ERROR(
       group::CheckCount("total_bytes", e.total_bytes, opened == nullptr ? 0 : opened->total_bytes));
   if (opened == nullptr) {
-    if (state == GroupState::kDrained || (CatchUpRuns() && state == GroupState::kDraining)) {
+    if (updates.state() == GroupState::kDrained || (updates.CatchUpRuns() && updates.drains())) {
       return absl::UnavailableError("the daemon drains: no new update is opened");
     }
     return versions.CheckGreater(e.version);
@@ -80,7 +101,7 @@ void Group::Impl::On(const BeginEvent& e) {
   if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   absl::Status status = CheckBegin(*member, e);
   // Refit names no method: only ranks that call Begin decide it.
-  Update* opened = Opened();
+  Update* opened = updates.Opened();
   if (status.ok() && opened != nullptr) status = opened->push.CheckBroadcast(e.broadcast);
   if (status.ok() && NeedsSlots(e.broadcast) && !e.slots_on_devices) {
     status = Precondition(
@@ -92,8 +113,8 @@ void Group::Impl::On(const BeginEvent& e) {
     return;
   }
   if (opened == nullptr) {
-    if (CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
-    Open(e);
+    if (updates.CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
+    updates.Open(e);
     opened = update.get();
   }
   if (opened->state == UpdateState::kOpening) {
@@ -118,32 +139,14 @@ void Group::Impl::On(const BeginEvent& e) {
   out.Changed();
 }
 
-Duration Group::Impl::DurationOf(Duration asked) const {
-  return asked == Duration(0) ? std::min(limits.default_duration, limits.max_duration) : asked;
-}
-
-void Group::Impl::Open(const BeginEvent& e) {
-  update = std::make_shared<Update>(next_update(), e.version, below);
-  update->started = out.now();
-  update->deadline = out.now() + DurationOf(e.duration);
-  update->verification = e.verification.has_value()
-                             ? *e.verification
-                             : members.DefaultVerification(limits.default_verification);
-  update->evict_late = e.evict_late;
-  requests.NoteCall();
-  bucket_log.Clear();
-  Step(&state, GroupTrigger::kOpen);
-  out.Log(LogLine::kInfo, fmt::format("update to version {} opened", e.version));
-}
-
 // Engines stop serving at Prepare, so Prepare waits until all trainer ranks have begun.
 void Group::Impl::AssembleIfAllHere() {
   if (update->state != UpdateState::kOpening) return;
-  if (CatchUpRuns()) {
+  if (updates.CatchUpRuns()) {
     group::UpdateCatchUp& part = *update->catch_up;
     const std::vector<std::string> late_instances = catch_up.Assemble(&part);
-    if (late_instances.empty()) return GiveWay("no instance lacks the version any more");
-    if (part.source_instances.empty()) return GiveWay("no instance is left that gives");
+    if (late_instances.empty()) return updates.GiveWay("no instance lacks the version any more");
+    if (part.source_instances.empty()) return updates.GiveWay("no instance is left that gives");
     Assemble();
     if (update->state != UpdateState::kPreparing) return;
     return out.Log(
@@ -151,7 +154,7 @@ void Group::Impl::AssembleIfAllHere() {
         fmt::format("catch-up to version {}: instance {} from instance {}", update->version,
                     group::Few(late_instances), group::Few(part.source_instances)));
   }
-  if (RollbackRuns()) return Assemble();
+  if (updates.RollbackRuns()) return Assemble();
   if (!members.last_refusal().ok()) FailIfRefused(absl::OkStatus());
   if (update->state != UpdateState::kOpening) return;
   if (static_cast<int>(update->push.trainers().size()) != members.spec().trainer_ranks) return;
@@ -164,7 +167,7 @@ void Group::Impl::AssembleIfAllHere() {
 // ---- rollbacks ----
 
 absl::Status Group::Impl::CheckRollback(const RollbackEvent& e) const {
-  if (state == GroupState::kDrained || state == GroupState::kDraining) {
+  if (updates.drains()) {
     return absl::UnavailableError("the daemon drains: no rollback begins");
   }
   if (e.version.has_value() && e.version != versions.last()) {
@@ -172,7 +175,7 @@ absl::Status Group::Impl::CheckRollback(const RollbackEvent& e) const {
                         versions.last().has_value() ? fmt::format("{}", *versions.last()) : "none");
   }
   // A catch-up gives way, and so does an update that has asked no engine for anything yet.
-  if (update != nullptr && !CatchUpRuns() && update->state != UpdateState::kOpening) {
+  if (update != nullptr && !updates.CatchUpRuns() && update->state != UpdateState::kOpening) {
     return Precondition("an update to version {} runs ({})", update->version, Name(update->state));
   }
   return rollback.Check();
@@ -183,7 +186,7 @@ void Group::Impl::On(const RollbackEvent& e) {
   if (!of_operator && members.Trainer(e.member, e.call) == nullptr) return;
   const group::Asked what{CallKind::kRollback, e.version.value_or(Version())};
   if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
-  const bool joins = RollbackRuns() && update->state != UpdateState::kEnding &&
+  const bool joins = updates.RollbackRuns() && update->state != UpdateState::kEnding &&
                      (!e.version.has_value() || e.version == versions.last());
   if (joins) {
     requests.Track(e.member, what, e.request_id, e.call);
@@ -197,7 +200,7 @@ void Group::Impl::On(const RollbackEvent& e) {
   if (absl::Status status = CheckRollback(e); !status.ok()) {
     return out.Refuse(e.call, std::move(status));
   }
-  if (CatchUpRuns()) return Defer(e, "a rollback");
+  if (updates.CatchUpRuns()) return Defer(e, "a rollback");
   if (update != nullptr) {
     Failure failure;
     if (of_operator) {
@@ -205,27 +208,13 @@ void Group::Impl::On(const RollbackEvent& e) {
     } else {
       failure = members.Suspecting(e.member);
     }
-    Abandon({fmt::format("version {} is rolled back", *versions.last()), GiveUpClass::kOperator,
-             std::move(failure)});
+    updates.Abandon({fmt::format("version {} is rolled back", *versions.last()),
+                     GiveUpClass::kOperator, std::move(failure)});
     PumpUpdate();
     REFITD_CHECK(update == nullptr);  // nothing of it ran
   }
   requests.Track(e.member, what, e.request_id, e.call);
-  OpenRollback(e);
-}
-
-void Group::Impl::OpenRollback(const RollbackEvent& e) {
-  update = std::make_shared<Update>(next_update(), Version(versions.last()->value() + 1), below);
-  update->content = versions.previous_content();
-  update->started = out.now();
-  update->deadline = out.now() + DurationOf(e.duration);
-  update->verification = Verification::kOff;
-  requests.NoteCall();
-  bucket_log.Clear();
-  Step(&state, GroupTrigger::kOpen);
-  out.Log(LogLine::kInfo, fmt::format("rollback of version {} begins: to the content of version "
-                                      "{}, as version {}",
-                                      *versions.last(), *update->content, update->version));
+  updates.OpenRollback(e);
 }
 
 void Group::Impl::On(const ReleasePreviousEvent& e) {
@@ -238,18 +227,18 @@ void Group::Impl::On(const ReleasePreviousEvent& e) {
 void Group::Impl::Assemble() {
   std::vector<MemberId> others;
   for (const auto& [rank, progress] : update->push.trainers()) others.push_back(progress.member);
-  if (CatchUpRuns()) others = update->catch_up->sources;
+  if (updates.CatchUpRuns()) others = update->catch_up->sources;
   // The catalog of the trainers' updates is kept: the next of those updates will need it again, and
   // a rollback of the same instances.
   std::shared_ptr<const Catalog> own;
-  if (RollbackRuns()) own = catalog;
+  if (updates.RollbackRuns()) own = catalog;
   absl::Status status = update->participants.Assemble(
       [this](const Instance& instance) {
-        return CatchUpRuns()    ? catch_up.CatchesUp(instance)
-               : RollbackRuns() ? rollback.HoldsPrevious(instance)
-                                : members.Available(instance);
+        return updates.CatchUpRuns()    ? catch_up.CatchesUp(instance)
+               : updates.RollbackRuns() ? rollback.HoldsPrevious(instance)
+                                        : members.Available(instance);
       },
-      others, CatchUpRuns() || RollbackRuns() ? &own : &catalog);
+      others, updates.CatchUpRuns() || updates.RollbackRuns() ? &own : &catalog);
   if (status.ok()) {
     update->push.Assemble();
     status = update->push.DecideBroadcast();
@@ -268,7 +257,7 @@ void Group::Impl::Assemble() {
     if (ready.ok()) return;
     GiveUp why{Message(ready.status()), GiveUpClass::kOther, FailureOf(ready.status())};
     why.begin_code = ready.status().code();
-    return Abandon(std::move(why));
+    return updates.Abandon(std::move(why));
   }
   if (update->program.exists()) {
     // The plan knows these numbers better than any rank.
@@ -285,9 +274,9 @@ void Group::Impl::Assemble() {
   update->nodes.insert(in.nodes().begin(), in.nodes().end());
   // Nothing is written in a rollback: it has no destinations.
   for (const MemberId rank : in.catalog().destinations()) {
-    if (!RollbackRuns()) update->destinations.Add(members.Find(rank)->node, rank);
+    if (!updates.RollbackRuns()) update->destinations.Add(members.Find(rank)->node, rank);
   }
-  if (in.on_this_daemon() && !RollbackRuns()) update->index = in.catalog().index();
+  if (in.on_this_daemon() && !updates.RollbackRuns()) update->index = in.catalog().index();
   out.Do(UpdateAssembled{update});
   in.Prepare();
 }
@@ -310,19 +299,19 @@ void Group::Impl::On(const ProcessedEvent& e) {
 }
 
 void Group::Impl::FailUnready() {
+  const bool flips = update->state == UpdateState::kFlipping;
   for (uint32_t i = 0; i < update->participants.all().size(); ++i) {
     const std::optional<MemberId> late = update->participants.FirstUnready(i);
     if (!late.has_value()) continue;
     if (update->state == UpdateState::kEnding) return;
-    const Duration whole = update->deadline - update->started;
-    GiveUp why{
-        fmt::format("{} did not answer Ready within {} ({})", members.Label(*late),
-                    group::Seconds(std::min(limits.ready_limit, whole)),
-                    limits.ready_limit <= whole ? "limits.ready_ms" : "the update's duration")};
-    why.kind = GiveUpClass::kDeadline;
-    update->participants.SuspectUnready(i, &why.failure);
-    why.begin_code = absl::StatusCode::kDeadlineExceeded;
-    FailEngine(i, why);
+    const GiveUp why = WhyUnready(*update, i, members.Label(*late), limits);
+    // A rank that is silent when it has to flip costs its own instance alone: the others have the
+    // version.
+    if (flips) {
+      Evict(i, why);
+    } else {
+      FailEngine(i, why);
+    }
   }
 }
 
@@ -333,22 +322,6 @@ void Group::Impl::On(const UpdateAnnounced& e) {
 
 void Group::Impl::On(const DataPlaneState& e) {
   if (update != nullptr && update->id == e.update) update->data_plane_up = e.up;
-}
-
-// A rank that is silent when it has to flip costs its own instance alone: the others have the
-// version.
-void Group::Impl::EvictUnflipped() {
-  for (uint32_t i = 0; i < update->participants.all().size(); ++i) {
-    const std::optional<MemberId> late = update->participants.FirstUnready(i);
-    if (!late.has_value()) continue;
-    GiveUp why{fmt::format("{} did not flip within {} (limits.ready_ms)", members.Label(*late),
-                           group::Seconds(limits.ready_limit))};
-    why.kind = GiveUpClass::kDeadline;
-    update->participants.SuspectUnready(i, &why.failure);
-    why.commit_code = absl::StatusCode::kDeadlineExceeded;
-    Evict(i, why);
-    if (update->state == UpdateState::kEnding) return;
-  }
 }
 
 void Group::Impl::OpenDataIfReady() {
@@ -368,7 +341,7 @@ void Group::Impl::OpenDataIfReady() {
       requests.Finish(request, absl::OkStatus(), ReplyOf(*update, slots, out.now()));
     }
   }
-  if (CatchUpRuns() || RollbackRuns()) {
+  if (updates.CatchUpRuns() || updates.RollbackRuns()) {
     // Nothing is pushed, and no trainer has to commit.
     Step(&update->state, UpdateTrigger::kAllCommitted);
     update->data_ended = out.now();

@@ -94,7 +94,7 @@ UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& re
   ended.instances = instances;
   ended.bytes = ended.catch_up ? u.participants.WrittenBytes() : u.push.accepted_bytes();
   ended.total = now - u.started;
-  ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.give_up.kind;
+  ended.give_up_class = outcome == Outcome::kCommitted ? GiveUpClass::kNone : u.end.why().kind;
   // A phase that was not reached took no time; a phase that did not end took until now.
   const TimePoint none;
   const auto until = [now, none](TimePoint end) { return end == none ? now : end; };
@@ -104,6 +104,16 @@ UpdateEnded Ended(const group::Update& u, Outcome outcome, const std::string& re
   if (u.staged_at != none) ended.process = until(u.flips_began) - u.staged_at;
   if (u.flips_began != none) ended.flip = now - u.flips_began;
   return ended;
+}
+
+// The answer to the calls that wait for the commit.
+CommitReply DoneOf(const group::Update& u, const std::vector<InstanceOutcome>& outcomes,
+                   const group::BucketLog& buckets, TimePoint now) {
+  CommitReply done{u.version,       outcomes,         u.push.accepted_bytes(),
+                   now - u.started, buckets.Totals(), {}};
+  done.left_out = u.coverage.FindLeftOut();
+  done.content = u.content;
+  return done;
 }
 
 // Why an update is given up when what was read back is wrong.
@@ -150,7 +160,7 @@ void Group::Impl::On(const CommitEvent& e) {
   if (member == nullptr) return;
   const group::Asked what{CallKind::kCommit, e.version, e.bucket_count};
   if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
-  const absl::StatusOr<TrainerProgress*> found = OpenFor(*member, e.version, e.update);
+  const absl::StatusOr<TrainerProgress*> found = updates.Find(*member, e.version, e.update);
   absl::Status status = found.status();
   if (status.ok() && group::HasShardsIn(*member, **found)) {
     // Commit can't name the binding generation that the rank means.
@@ -184,7 +194,7 @@ void Group::Impl::TakeCommitIfComplete(Member* member, TrainerProgress* progress
     if (progress->one_call) {
       GiveUp why{Message(covered), GiveUpClass::kOther, FailureOf(covered)};
       why.commit_code = covered.code();
-      return Abandon(std::move(why));
+      return updates.Abandon(std::move(why));
     }
     update->push.WithdrawCommit(progress, covered);
     return;
@@ -210,15 +220,15 @@ void Group::Impl::SettleIfDone() {
   if (update->state != UpdateState::kSettling) return;
   if (update->program.exists() && !update->program.done()) return;
   if (!update->push.settled()) return;
-  if (RollbackRuns()) return Decide();
+  if (updates.RollbackRuns()) return Decide();
   if (const absl::Status written = update->participants.WrittenInFull(); !written.ok()) {
-    Abandon({Message(written), GiveUpClass::kVerification, FailureOf(written)});
+    updates.Abandon({Message(written), GiveUpClass::kVerification, FailureOf(written)});
     return;
   }
   if (const absl::Status tied = update->coverage.CheckTies(); !tied.ok()) {
     GiveUp why{Message(tied), GiveUpClass::kVerification};
     why.commit_code = tied.code();
-    return Abandon(std::move(why));
+    return updates.Abandon(std::move(why));
   }
   if (!update->readback.running()) return Decide();
   Step(&update->state, UpdateTrigger::kVerify);
@@ -232,7 +242,7 @@ void Group::Impl::Decide() {
   const Duration half = (update->deadline - out.now()) / 2;
   update->ready_deadline = out.now() + std::min(limits.processing_limit, half);
   // Begins wait behind a catch-up, which asks nobody.
-  if (CatchUpRuns() || !update->participants.TellStaged()) return Flip();
+  if (updates.CatchUpRuns() || !update->participants.TellStaged()) return Flip();
   Step(&update->state, UpdateTrigger::kStage);
   out.Changed();
 }
@@ -251,7 +261,7 @@ void Group::Impl::On(const VerifyDone& e) {
     if (update->state == UpdateState::kVerifying) Decide();
     return;
   }
-  Abandon(FailedVerification(update->participants, members, e));
+  updates.Abandon(FailedVerification(update->participants, members, e));
 }
 
 // ---- eviction ----
@@ -281,7 +291,7 @@ void Group::Impl::FailEngine(uint32_t participant, const GiveUp& why) {
   if (update->evict_late) {
     Evict(participant, why);
   } else {
-    Abandon(why);
+    updates.Abandon(why);
   }
 }
 
@@ -295,14 +305,15 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
     slots.EndReads(id);
   }
   const bool here = members.FindInstance(participant.instance) != nullptr;
-  if (here && CatchUpRuns() && why.kind != GiveUpClass::kMemberLost) {
+  if (here && updates.CatchUpRuns() && why.kind != GiveUpClass::kMemberLost) {
     catch_up.NoteFailure(participant.instance, why.reason);
   }
-  out.Do(LogLine{
-      LogLine::kWarning,
-      fmt::format("instance {} is evicted from the {} version {}: {}", participant.instance,
-                  CatchUpRuns() ? "catch-up with" : "update to", update->version, why.reason),
-      participant.instance, update->version, why.kind});
+  out.Do(
+      LogLine{LogLine::kWarning,
+              fmt::format("instance {} is evicted from the {} version {}: {}", participant.instance,
+                          updates.CatchUpRuns() ? "catch-up with" : "update to", update->version,
+                          why.reason),
+              participant.instance, update->version, why.kind});
   out.Changed();
   if (update->state != UpdateState::kEnding) {
     for (const NodeId node : update->participants.NodesLeftBy(index)) {
@@ -312,7 +323,7 @@ void Group::Impl::Evict(uint32_t index, const GiveUp& why) {
   if (update->participants.left() > 0) return;
   GiveUp none_left = why;
   none_left.reason = "no instance is left: " + why.reason;
-  Abandon(none_left);
+  updates.Abandon(none_left);
 }
 
 // One daemon that the others can't reach must not keep every instance from every version. The
@@ -333,7 +344,7 @@ void Group::Impl::On(const KeepNodesOut& e) {
     }
     any_left |= why[i] == nullptr && !p.evicted;
   }
-  if (!any_left) return Abandon({e.reason, e.kind, e.failure});
+  if (!any_left) return updates.Abandon({e.reason, e.kind, e.failure});
   for (const auto& [node, reason] : e.nodes) {
     if (e.for_now) break;
     members.KeepOut(node, reason);
@@ -346,17 +357,6 @@ void Group::Impl::On(const KeepNodesOut& e) {
 }
 
 // ---- giving up ----
-
-void Group::Impl::Abandon(Update* given_up, GiveUp why) {
-  if (given_up->state == UpdateState::kEnding) return;
-  Step(&given_up->state, UpdateTrigger::kGiveUp);
-  given_up->give_up = std::move(why);
-  given_up->cleanup_deadline = out.now() + limits.cleanup_limit;
-  out.Do(UpdateAbandoned{given_up->id});
-  given_up->push.DropUnstarted();
-  out.Changed();
-  if (given_up == waiting.get()) GiveWay("an update has to end");
-}
 
 void Group::Impl::On(const AbortEvent& e) {
   Member* member = members.Trainer(e.member, e.call);
@@ -374,34 +374,34 @@ void Group::Impl::On(const AbortEvent& e) {
                     EmptyReply{});
     return;
   }
-  Update* const opened = Opened();
-  if (opened == nullptr || opened->version != e.version || group::IsAnother(e.update, opened) ||
+  Update* const opened = updates.Opened();
+  if (opened == nullptr || opened->version != e.version || updates.IsAnother(e.update) ||
       !opened->push.HasBegun(*member)) {
     out.Refuse(e.call,
                Precondition("no update to version {} is open for {}", e.version, member->label));
     return;
   }
   requests.Track(e.member, what, e.request_id, e.call);
-  Abandon(opened, {fmt::format("{} gave the update up: {}", member->label, e.reason),
-                   GiveUpClass::kAborted, members.Suspecting(member->id)});
+  updates.Abandon(opened, {fmt::format("{} gave the update up: {}", member->label, e.reason),
+                           GiveUpClass::kAborted, members.Suspecting(member->id)});
 }
 
 void Group::Impl::On(const OperatorAbort& e) {
-  Update* const aborted = waiting != nullptr ? waiting.get() : update.get();
+  Update* const aborted = updates.waiting() != nullptr ? updates.waiting().get() : update.get();
   if (aborted == nullptr) {
     out.Refuse(e.call, Precondition("group {}: no update runs", name));
     return;
   }
-  aborted->operator_calls.push_back(e.call);
+  aborted->end.AddOperator(e.call);
   Failure failure;
   failure.Add({SuspectRole::kOperator, "", "", std::nullopt, 0});
-  Abandon(aborted, {fmt::format("an operator gave the update up: {}", e.reason),
-                    GiveUpClass::kOperator, std::move(failure)});
+  updates.Abandon(aborted, {fmt::format("an operator gave the update up: {}", e.reason),
+                            GiveUpClass::kOperator, std::move(failure)});
 }
 
 void Group::Impl::On(const FailUpdate& e) {
   if (update == nullptr || update->id != e.update || update->staged()) return;
-  Abandon({e.reason, e.kind, e.failure});
+  updates.Abandon({e.reason, e.kind, e.failure});
 }
 
 // ---- the end ----
@@ -414,186 +414,49 @@ void Group::Impl::Conclude(Outcome outcome, const std::string& reason) {
   if (committed) {
     update->program.NoteInstalled();
     update->participants.Commit(update->readback.content(), &versions);
-    if (!CatchUpRuns()) members.NoteCommit();
-    catch_up.NoteCommit(CatchUpRuns(), update->participants.Remaining());
-    HoldPrevious();
+    if (!updates.CatchUpRuns()) members.NoteCommit();
+    catch_up.NoteCommit(updates.CatchUpRuns(), update->participants.Remaining());
+    if (!updates.CatchUpRuns()) rollback.NoteCommit(update->hold, updates.RollbackRuns());
   } else {
-    if (CatchUpRuns()) {
+    if (updates.CatchUpRuns()) {
       catch_up.NoteGivenUp(update->participants.all().empty(), update->participants.Remaining(),
-                           update->give_up.kind == GiveUpClass::kVerification, reason,
+                           update->end.why().kind == GiveUpClass::kVerification, reason,
                            &*update->catch_up);
     }
-    update->participants.Abort(/*quiet=*/false, reason, update->give_up.failure);
-    failure = update->give_up.failure;
-    failure.version = update->version.value();
-    failure.may_be_retried = group::MayPass(update->give_up.kind);
-    failure.weights = Weights::kClean;
-    update->participants.AddDirty(&failure);
+    update->participants.Abort(/*quiet=*/false, reason, update->end.why().failure);
+    failure = update->end.FailureOf(update->participants);
   }
-  for (const auto& [rank, progress] : update->push.trainers()) {
-    Member* member = members.Find(progress.member);
-    if (member == nullptr || member->state == MemberState::kLeaving) continue;
-    Step(&member->state, MemberTrigger::kOutcome);
-    if (committed) {
-      out.Do(SendCommitted{member->id, update->version});
-    } else {
-      out.Do(SendAborted{member->id, update->version, reason, false, failure});
-    }
-  }
-  if (committed && RollbackRuns()) {
+  update->push.SendOutcome(committed, reason, failure);
+  if (committed && updates.RollbackRuns()) {
     // Trainers go on with the number after it.
     for (const auto& [rank, id] : members.trainers()) {
       out.Do(SendCommitted{id, update->version, 0, "", 0, versions.content()});
     }
   }
   const std::vector<InstanceOutcome> outcomes =
-      update->participants.Outcomes(committed, update->give_up.reason, update->give_up.failure);
+      update->participants.Outcomes(committed, update->end.why().reason, update->end.why().failure);
   const std::string text = committed ? reason : fmt::format("{} ({})", reason, Describe(failure));
-  AnswerAll(committed, text, failure, outcomes);
+  // No call waits for a catch-up, but some may for the update that waits. Calls whose callers went
+  // away are answered too, since a repeat gets the stored answer.
+  const CommitReply done = DoneOf(*update, outcomes, updates.buckets(), out.now());
+  update->end.Answer(updates.CatchUpRuns() ? group::Requests::ByCall() : requests.unfinished(),
+                     committed ? &done : nullptr, text, failure);
   UpdateView last = group::ViewOf(*update);
   last.outcome = outcome;
   last.failure = failure;
   last.instances = outcomes;
   last.elapsed = out.now() - update->started;
-  history.Add(std::move(last), PastUpdate{outcome, text, failure});
   UpdateEnded ended = Ended(*update, outcome, reason, failure, outcomes, out.now());
-  if (!CatchUpRuns()) ended.pushed = bucket_log.Totals();
+  if (!updates.CatchUpRuns()) ended.pushed = updates.buckets().Totals();
   LogEnd(*update, outcome, reason, &out);
   ended.remains = update->coverage.TakeRemains();
   out.Do(std::move(ended));
   // P8: the buckets' sources are let go before their calls are answered.
-  update.reset();
+  updates.End(std::move(last), PastUpdate{outcome, text, failure});
   compiler.Cancel();
   // A slot that its holder keeps beyond the update must not end a later update by its lease limit.
   slots.EndLimits();
   catch_up.Look();
-  if (waiting == nullptr) Step(&state, GroupTrigger::kEnd);
-  out.Changed();
-}
-
-// The version is committed: what its Begin or the group's spec holds is the version before.
-void Group::Impl::HoldPrevious() {
-  if (CatchUpRuns()) return;
-  const std::chrono::seconds time(members.spec().hold_previous_seconds);
-  if (update->hold) {
-    rollback.Hold(std::nullopt);
-  } else if (!RollbackRuns() && time.count() > 0) {
-    rollback.Hold(time);
-  } else {
-    rollback.Release();
-  }
-}
-
-// Answers every call that waits, once.
-void Group::Impl::AnswerAll(bool committed, const std::string& reason, const Failure& failure,
-                            const std::vector<InstanceOutcome>& outcomes) {
-  const GiveUp& why = update->give_up;
-  const auto lost = [this, &reason, &failure](absl::StatusCode code) {
-    return WithFailure(Error(code, "the update to version {} is lost: {}", update->version, reason),
-                       failure);
-  };
-  // Includes calls whose callers went away, since a repeat gets the stored answer. No call waits
-  // for a catch-up, but some may for the update that waits.
-  const group::Requests::ByCall awaited =
-      CatchUpRuns() ? group::Requests::ByCall() : requests.unfinished();
-  CommitReply done{
-      update->version,     outcomes, update->push.accepted_bytes(), out.now() - update->started,
-      bucket_log.Totals(), {}};
-  done.left_out = update->coverage.FindLeftOut();
-  done.content = update->content;
-  for (const auto& [call, request] : awaited) {
-    if (committed) {
-      REFITD_CHECK(request->kind == CallKind::kCommit || request->kind == CallKind::kRefit ||
-                   request->kind == CallKind::kRollback);
-      requests.Finish(request, absl::OkStatus(), done);
-      continue;
-    }
-    switch (request->kind) {
-      case CallKind::kBegin:
-        requests.Finish(request, lost(why.begin_code), EmptyReply{});
-        break;
-      case CallKind::kBucket:
-        requests.Finish(request, lost(why.bucket_code), EmptyReply{});
-        break;
-      case CallKind::kCommit:
-      case CallKind::kRollback:
-        requests.Finish(request, lost(why.commit_code), EmptyReply{});
-        break;
-      case CallKind::kRefit: {
-        const bool began = update->data_began != TimePoint();
-        requests.Finish(request, lost(began ? why.commit_code : why.begin_code), EmptyReply{});
-        break;
-      }
-      case CallKind::kAbort:
-        requests.Finish(request, absl::OkStatus(), EmptyReply{});
-        break;
-    }
-  }
-  if (slots.anyone_waits()) slots.RefuseAll(lost(why.lease_code));
-  for (const CallId call : update->operator_calls) {
-    out.Do(Reply{call, absl::OkStatus(), EmptyReply{}});
-  }
-}
-
-Failure group::SuspectAwaited(const Update& update, const Membership& members) {
-  Failure failure;
-  if (update.state == UpdateState::kOpening && !update.catch_up.has_value()) {
-    members.SuspectMissing(update.push.BegunRanks(), &failure);
-  }
-  if (update.awaits_ranks()) {
-    for (uint32_t i = 0; i < update.participants.all().size(); ++i) {
-      if (update.participants.evicted()[i]) continue;
-      update.participants.SuspectUnready(i, &failure);
-    }
-  }
-  if (update.state != UpdateState::kData && update.state != UpdateState::kSettling) {
-    return failure;
-  }
-  update.push.SuspectAwaited(&failure);
-  return failure;
-}
-
-// Names who is waited for now, for messages (P4).
-std::string Group::Impl::WaitedFor(TimePoint now) const {
-  switch (update->state) {
-    case UpdateState::kOpening: {
-      std::vector<std::string> missing;
-      if (!CatchUpRuns()) missing = members.Missing(update->push.BegunRanks());
-      if (missing.empty() && (CatchUpRuns() || compiler.busy())) {
-        missing.emplace_back("the program to be compiled");
-      }
-      if (missing.empty() && rollback.Holds()) missing.push_back(rollback.Describe(now));
-      return group::Few(missing);
-    }
-    case UpdateState::kPreparing: {
-      std::vector<std::string> missing = update->participants.Unready();
-      if (!update->data_plane_up) missing.emplace_back("the data plane between its daemons");
-      return group::Few(missing);
-    }
-    case UpdateState::kVerifying:
-      return "the verification of what was written";
-    case UpdateState::kStaged:
-    case UpdateState::kFlipping:
-      return group::Few(update->participants.Unready());
-    default:
-      break;
-  }
-  std::vector<std::string> waits;
-  update->push.AppendUnacknowledged(&waits);
-  if (update->program.comparing()) waits.emplace_back("the comparison of replicas");
-  if (update->program.running()) waits.emplace_back("the program");
-  const int64_t transfers = update->push.in_flight();
-  if (transfers > 0) waits.push_back(fmt::format("{} transfers", transfers));
-  if (update->state == UpdateState::kEnding) {
-    if (update->readback.running()) waits.emplace_back("the verification of what was written");
-    return group::Few(waits);
-  }
-  update->push.AppendUnstarted(&waits);
-  if (const int64_t needed = update->program.waits_for_slots(); needed > 0) {
-    waits.push_back(fmt::format("{} slots for the program ({})", needed, slots.Holders()));
-  }
-  update->push.AppendUncommitted(&waits);
-  return group::Few(waits);
 }
 
 }  // namespace refitd

@@ -9,49 +9,28 @@
 
 namespace refitd {
 
-namespace group {
-
-bool MayPass(GiveUpClass kind) {
-  switch (kind) {
-    case GiveUpClass::kDeadline:
-    case GiveUpClass::kMemberLost:
-    case GiveUpClass::kPeerLost:
-    case GiveUpClass::kAborted:
-    case GiveUpClass::kOperator:
-    case GiveUpClass::kTransfer:
-    case GiveUpClass::kSlow:
-      return true;
-    case GiveUpClass::kNone:
-    case GiveUpClass::kVerification:
-    case GiveUpClass::kOther:
-      return false;
-  }
-  return false;
-}
-
-}  // namespace group
-
 Group::Impl::Impl(std::string group_name, uint64_t incarnation, GroupSpec spec,
                   GroupLimits group_limits, std::function<UpdateId()> next,
                   Ownership::Rule owner_rule)
     : name(std::move(group_name)),
       limits(group_limits),
-      next_update(std::move(next)),
       members(name, std::move(spec), std::move(owner_rule), &out, &requests),
-      versions(name, incarnation, &members, &out) {}
+      versions(name, incarnation, &members, &out),
+      updates(std::move(next), {limits, &members, &versions, &requests, &slots, &catch_up,
+                                &compiler, &rollback, &out}) {}
 
 void Group::Impl::Pump() {
-  if (CatchUpRuns() && update->state != UpdateState::kEnding) {
-    if (waiting != nullptr && !rollback.Holds()) GiveWay("the hold is over");
+  if (updates.CatchUpRuns() && update->state != UpdateState::kEnding) {
+    if (updates.waiting() != nullptr && !rollback.Holds()) updates.GiveWay("the hold is over");
     for (const std::string& source_instance : update->catch_up->source_instances) {
       if (!catch_up.Gives(source_instance))
-        GiveWay(fmt::format("instance {} can't give any more", source_instance));
+        updates.GiveWay(fmt::format("instance {} can't give any more", source_instance));
     }
   }
   PumpUpdate();
-  if (update == nullptr && waiting != nullptr) Resume();
+  if (updates.Resume()) PumpUpdate();
   ExpelUnwelcome();
-  while (catch_up.anyone_waits() && !CatchUpRuns()) {
+  while (catch_up.anyone_waits() && !updates.CatchUpRuns()) {
     std::visit([this](const auto& e) { On(e); }, catch_up.TakeDeferred());
     PumpUpdate();
   }
@@ -91,74 +70,22 @@ void Group::Impl::PumpUpdate() {
   }
   if (update == nullptr || update->state != UpdateState::kEnding) return;
   if (update->push.in_flight() > 0 || update->program.in_use()) return;
-  if (!update->readback.running()) Conclude(Outcome::kAborted, update->give_up.reason);
+  if (!update->readback.running()) Conclude(Outcome::kAborted, update->end.why().reason);
 }
 
 // ---- catch-ups ----
 
-bool Group::Impl::WaitsForHold() const {
-  return TrainersUpdateRuns() && update->state == UpdateState::kOpening && rollback.Holds() &&
-         out.now() < update->deadline;
-}
-
-void Group::Impl::Resume() {
-  update = std::move(waiting);
-  update->id = next_update();  // ids grow with the updates that are assembled
-  PumpUpdate();
-}
-
 void Group::Impl::OpenCatchUpIfDue() {
-  const bool waits = WaitsForHold();
-  if (update != nullptr && !waits) return;
-  catch_up.FindDue(!group::Drains(state));
+  if (update != nullptr && !updates.WaitsForHold()) return;
+  catch_up.FindDue(!updates.drains());
   if (!catch_up.TakeDue()) return;
-  waiting = std::move(update);
-  update = std::make_shared<Update>(next_update(), *versions.last(), below);
-  update->started = out.now();
-  update->deadline = out.now() + limits.max_duration;
-  update->verification = Verification::kReadback;
-  update->evict_late = true;
-  requests.NoteCall();
-  update->catch_up.emplace();
-  if (!waits) Step(&state, GroupTrigger::kOpen);
-  out.Changed();
+  updates.OpenCatchUp();
   PumpUpdate();
-  if (update == nullptr && waiting != nullptr) Resume();
-  if (update == nullptr || WaitsForHold()) catch_up.FindDue(!group::Drains(state));
-}
-
-void Group::Impl::GiveWay(std::string reason) {
-  if (update->state == UpdateState::kEnding) return;
-  update->catch_up->gave_way = true;
-  Abandon({std::move(reason), GiveUpClass::kOther});
+  if (updates.Resume()) PumpUpdate();
+  if (update == nullptr || updates.WaitsForHold()) catch_up.FindDue(!updates.drains());
 }
 
 // ---- the data phase ----
-
-absl::StatusOr<group::TrainerProgress*> Group::Impl::OpenFor(const Member& member, Version wanted,
-                                                             UpdateId wanted_update) {
-  Update* const opened = Opened();
-  if (group::IsAnother(wanted_update, opened)) return history.Refuse(wanted_update, wanted);
-  const bool open = opened != nullptr && !opened->content.has_value();
-  if (!open || opened->version != wanted) {
-    REFITD_RETURN_IF_ERROR(history.Refuse(wanted));
-    if (!open) return Precondition("no update to version {} is open: begin it first", wanted);
-    return Precondition("version: {}, but the update that runs is to version {}", wanted,
-                        opened->version);
-  }
-  if (opened->state == UpdateState::kEnding) {
-    Failure failure = opened->give_up.failure;
-    failure.version = wanted.value();
-    return WithFailure(Error(absl::StatusCode::kAborted, "the update to version {} is lost: {}",
-                             wanted, opened->give_up.reason),
-                       failure);
-  }
-  const auto it = opened->push.trainers().find(member.rank);
-  if (member.state != MemberState::kReady || it == opened->push.trainers().end()) {
-    return Precondition("the Begin of version {} by {} was not answered yet", wanted, member.label);
-  }
-  return &it->second;
-}
 
 void Group::Impl::On(const LeaseSlotEvent& e) {
   Member* member = members.Trainer(e.member, e.call);
@@ -167,7 +94,7 @@ void Group::Impl::On(const LeaseSlotEvent& e) {
     out.Refuse(e.call, InvalidField("wait", "wait: {} is negative", group::Seconds(e.wait)));
     return;
   }
-  const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version, e.update);
+  const absl::StatusOr<TrainerProgress*> progress = updates.Find(*member, e.version, e.update);
   if (!progress.ok()) {
     out.Refuse(e.call, progress.status());
     return;
@@ -194,7 +121,7 @@ void Group::Impl::On(const BucketEvent& e) {
   if (member == nullptr) return;
   const group::Asked what{CallKind::kBucket, e.version, seq};
   if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
-  const absl::StatusOr<TrainerProgress*> progress = OpenFor(*member, e.version, e.update);
+  const absl::StatusOr<TrainerProgress*> progress = updates.Find(*member, e.version, e.update);
   absl::Status status = progress.status();
   if (status.ok()) status = update->push.CheckBucket(**progress, e);
   if (status.ok()) status = update->push.Reserve(e);
@@ -222,8 +149,9 @@ void Group::Impl::On(const TransferDone& e) {
     return;
   }
   if (!e.status.ok()) {
-    return Abandon(group::FailedMove(update->participants, members, fmt::format("part {}", e.part),
-                                     e.status, e.failed_destination));
+    return updates.Abandon(group::FailedMove(update->participants, members,
+                                             fmt::format("part {}", e.part), e.status,
+                                             e.failed_destination));
   }
   update->push.TakeResult(e, part);
 }
@@ -245,40 +173,11 @@ void Group::Impl::On(const CallGone& e) {
     return;
   }
   if (slots.Leave(e.call, why)) return;
-  for (const std::shared_ptr<Update>& aborted : {update, waiting}) {
-    if (aborted != nullptr && std::erase(aborted->operator_calls, e.call) > 0) {
-      return out.Refuse(e.call, why);
-    }
-  }
+  if (updates.Leave(e.call)) return out.Refuse(e.call, why);
   catch_up.Leave(e.call, why);
 }
 
 // ---- time ----
-
-std::optional<TimePoint> Group::Impl::IdleDeadline() const {
-  if (update == nullptr || update->catch_up.has_value() || slots.anyone_waits())
-    return std::nullopt;
-  // A trainer rank waits for an answer. A Commit that waits for the rank's own buckets does not
-  // count.
-  const auto outstanding = [this](const auto& p) {
-    if (p.second->kind != CallKind::kCommit) return true;
-    const Member* member = members.Find(p.second->member);
-    if (member == nullptr) return true;
-    const auto it = update->push.trainers().find(member->rank);
-    return it == update->push.trainers().end() || it->second.committed ||
-           !it->second.awaited_buckets.has_value();
-  };
-  const group::Requests::ByCall& waiting = requests.waiting();
-  if (std::any_of(waiting.begin(), waiting.end(), outstanding)) return std::nullopt;
-  switch (update->state) {
-    case UpdateState::kOpening:
-    case UpdateState::kPreparing:
-    case UpdateState::kData:
-      return requests.last_call() + limits.idle_limit;
-    default:
-      return std::nullopt;
-  }
-}
 
 void Group::Impl::On(const Tick&) {
   // The slot stays with its holder, which may still be packing into it. Only the holder's
@@ -287,18 +186,19 @@ void Group::Impl::On(const Tick&) {
     const std::string reason = fmt::format("{} did not submit leased slot {} within its lease",
                                            members.Label(holder), grant.slot);
     out.Log(LogLine::kWarning, reason);
-    if (update != nullptr) Abandon({reason, GiveUpClass::kDeadline, members.Suspecting(holder)});
+    if (update != nullptr)
+      updates.Abandon({reason, GiveUpClass::kDeadline, members.Suspecting(holder)});
   }
   if (update != nullptr && update->state == UpdateState::kEnding) {
-    if (out.now() >= update->cleanup_deadline && !update->cleanup_logged) {
+    if (update->end.TakeOverdue()) {
       // The transfers that still run may touch one instance only, or belong to a daemon that is
       // silent. The other members need not stay paused for them.
-      update->cleanup_logged = true;
-      out.Log(
-          LogLine::kError,
-          fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
-                      update->version, group::Seconds(limits.cleanup_limit), WaitedFor(out.now())));
-      update->participants.Abort(/*quiet=*/true, update->give_up.reason, update->give_up.failure);
+      out.Log(LogLine::kError,
+              fmt::format("update to version {}: clean-up takes longer than {}: waiting for {}",
+                          update->version, group::Seconds(limits.cleanup_limit),
+                          updates.WaitedFor(out.now())));
+      update->participants.Abort(/*quiet=*/true, update->end.why().reason,
+                                 update->end.why().failure);
       out.Do(CleanUpOverdue{update->id});
       out.Changed();
     }
@@ -306,12 +206,15 @@ void Group::Impl::On(const Tick&) {
     TickUpdate();
   }
   // The update that waits is given up once it is resumed.
-  if (waiting != nullptr && out.now() >= waiting->deadline) GiveWay("an update has to end");
+  if (updates.waiting() != nullptr && out.now() >= updates.waiting()->deadline) {
+    updates.GiveWay("an update has to end");
+  }
   if (catch_up.any_overdue()) {
-    catch_up.RefuseOverdue(WithFailure(
-        Error(absl::StatusCode::kDeadlineExceeded,
-              "the catch-up that runs did not end in time: waited for {}", WaitedFor(out.now())),
-        group::SuspectAwaited(*update, members)));
+    catch_up.RefuseOverdue(
+        WithFailure(Error(absl::StatusCode::kDeadlineExceeded,
+                          "the catch-up that runs did not end in time: waited for {}",
+                          updates.WaitedFor(out.now())),
+                    updates.SuspectAwaited()));
   }
   catch_up.LookIfDue();
   slots.RefuseOverdue();
@@ -326,19 +229,20 @@ void Group::Impl::TickUpdate() {
             fmt::format("version {} is put into place after {} (limits.processing_ms), without "
                         "waiting for {}",
                         update->version, group::Seconds(out.now() - update->staged_at),
-                        WaitedFor(out.now())));
+                        updates.WaitedFor(out.now())));
     Flip();
   }
   if (update->state == UpdateState::kFlipping) {
-    if (out.now() >= update->ready_deadline) EvictUnflipped();
+    if (out.now() >= update->ready_deadline) FailUnready();
     return;
   }
   if (out.now() >= update->deadline) {
-    Abandon({fmt::format("the update's deadline passed after {} (Begin's duration, else "
-                         "limits.default_duration_ms): waited for {}",
-                         group::Seconds(update->deadline - update->started), WaitedFor(out.now())),
-             GiveUpClass::kDeadline, group::SuspectAwaited(*update, members), kDeadline, kDeadline,
-             kDeadline, kDeadline});
+    updates.Abandon({fmt::format("the update's deadline passed after {} (Begin's duration, else "
+                                 "limits.default_duration_ms): waited for {}",
+                                 group::Seconds(update->deadline - update->started),
+                                 updates.WaitedFor(out.now())),
+                     GiveUpClass::kDeadline, updates.SuspectAwaited(), kDeadline, kDeadline,
+                     kDeadline, kDeadline});
     return;
   }
   if (update->state == UpdateState::kPreparing && out.now() >= update->ready_deadline) {
@@ -356,33 +260,25 @@ void Group::Impl::TickUpdate() {
     FailEngine(reader.participant, why);
   }
   if (update->state == UpdateState::kEnding) return;
-  if (const std::optional<TimePoint> idle = IdleDeadline();
+  if (const std::optional<TimePoint> idle = updates.IdleDeadline();
       idle.has_value() && *idle <= out.now()) {
-    Abandon({fmt::format("no call from any trainer rank for {} (limits.idle_ms): waited for {}",
-                         group::Seconds(limits.idle_limit), WaitedFor(out.now())),
-             GiveUpClass::kDeadline, group::SuspectAwaited(*update, members)});
+    updates.Abandon(
+        {fmt::format("no call from any trainer rank for {} (limits.idle_ms): waited for {}",
+                     group::Seconds(limits.idle_limit), updates.WaitedFor(out.now())),
+         GiveUpClass::kDeadline, updates.SuspectAwaited()});
   }
 }
 
 // ---- the group's own state ----
 
 void Group::Impl::On(const ReplaceGroup& e) {
-  // A catch-up gives way: it ends with its late instances dirty, as all instances are then.
-  const bool alone = CatchUpRuns() && waiting == nullptr;
-  if (alone) GiveWay("the group is replaced");
-  const std::optional<GroupState> next =
-      alone ? std::optional(state) : Next(state, GroupTrigger::kReplace);
-  if (!next.has_value()) {
-    out.Refuse(e.call,
-               Error(absl::StatusCode::kFailedPrecondition,
-                     "group {}: replace: an update to version {} runs", name, Opened()->version));
-    return;
+  if (!updates.Replace()) {
+    return out.Refuse(e.call, Precondition("group {}: replace: an update to version {} runs", name,
+                                           updates.Opened()->version));
   }
-  state = *next;
   versions.Replace(e.incarnation);
   members.Replace(e.by);
   rollback.Release();
-  history.Clear();
   catch_up.Look();
   out.Do(Reply{e.call, absl::OkStatus(), EmptyReply{}});
   out.Log(LogLine::kInfo, "replaced by a new incarnation: every instance counts as dirty");
@@ -390,14 +286,28 @@ void Group::Impl::On(const ReplaceGroup& e) {
 }
 
 void Group::Impl::On(const DrainEvent&) {
-  if (group::Drains(state)) return;
-  Step(&state, GroupTrigger::kDrain);
+  if (updates.drains()) return;
+  updates.Drain();
   catch_up.Look();
-  if (CatchUpRuns()) GiveWay("the daemon drains");
   for (const auto& [id, member] : members.members()) {
     if (member.state != MemberState::kLeaving) out.Do(SendDraining{id});
   }
   out.Changed();
+}
+
+// ---- invariants ----
+
+// These cost as much as the group has members, calls and parts, and are for tests, simulation and
+// fuzzing.
+void Group::Impl::CheckInvariants() const {
+  members.CheckInvariants();
+  versions.CheckInvariants();
+  slots.CheckInvariants();
+  catch_up.CheckInvariants();
+  compiler.CheckInvariants();
+  rollback.CheckInvariants();
+  requests.CheckInvariants();
+  updates.CheckInvariants();
 }
 
 // ---- Destinations ----
@@ -439,7 +349,7 @@ void Group::Handle(const GroupEvent& event, TimePoint now, GroupActions* actions
   std::visit([this](const auto& e) { impl_->On(e); }, event);
   impl_->Pump();
   impl_->out.Close();
-  impl_->CheckState();
+  impl_->updates.CheckState();
 }
 
 std::optional<TimePoint> Group::NextDeadline() const {
@@ -454,16 +364,19 @@ std::optional<TimePoint> Group::NextDeadline() const {
     return next;
   }
   if (update->state == UpdateState::kEnding) {
-    if (!update->cleanup_logged) consider(update->cleanup_deadline);
+    consider(update->end.cleanup_deadline());
     return next;
   }
   consider(update->deadline);
-  if (impl_->waiting != nullptr) consider(impl_->waiting->deadline);
-  if (impl_->WaitsForHold()) consider(impl_->catch_up.due());
-  if (impl_->waiting != nullptr || impl_->WaitsForHold()) consider(impl_->rollback.held_until());
+  const group::Updates& updates = impl_->updates;
+  if (updates.waiting() != nullptr) consider(updates.waiting()->deadline);
+  if (updates.WaitsForHold()) consider(impl_->catch_up.due());
+  if (updates.waiting() != nullptr || updates.WaitsForHold()) {
+    consider(impl_->rollback.held_until());
+  }
   if (update->awaits_ranks()) consider(update->ready_deadline);
   if (const auto ack = update->push.FirstLate(); ack.has_value()) consider(ack->first);
-  consider(impl_->IdleDeadline());
+  consider(updates.IdleDeadline());
   return next;
 }
 
@@ -498,7 +411,7 @@ absl::Status Group::CanRegisterLayout(MemberId member) const {
 absl::Status Group::CheckLayout(const LayoutRegistered& e) const { return impl_->CheckLayout(e); }
 
 bool Group::SendsFrom(NodeId node) const {
-  if (!impl_->CatchUpRuns()) return TrainsOn(node);
+  if (!impl_->updates.CatchUpRuns()) return TrainsOn(node);
   const std::vector<MemberId>& sources = impl_->update->catch_up->sources;
   return std::any_of(sources.begin(), sources.end(), [this, node](MemberId source) {
     const group::Member* member = impl_->members.Find(source);
@@ -506,16 +419,18 @@ bool Group::SendsFrom(NodeId node) const {
   });
 }
 
+void Group::CheckInvariants() const { impl_->CheckInvariants(); }
+
 bool Group::TrainsOn(NodeId node) const { return impl_->members.TrainsOn(node); }
 
 std::string Group::KeptOut(NodeId node) const { return impl_->members.WhyKeptOut(node); }
 
 PastUpdate Group::Past(Version version) const {
-  const group::Update* const opened = impl_->Opened();
+  const group::Update* const opened = impl_->updates.Opened();
   if (opened != nullptr && !opened->content.has_value() && opened->version == version) {
     return {Outcome::kRunning, ""};
   }
-  return impl_->history.Find(version);
+  return impl_->updates.history().Find(version);
 }
 
 }  // namespace refitd

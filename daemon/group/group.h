@@ -139,7 +139,7 @@ struct GroupLimits {
   // The limit of unanswered buckets of each trainer rank, and of how far a seq may be ahead of the
   // next in order.
   int outstanding_buckets = 256;
-  // For updates whose Begin names no verification. kReadback: see Group::Impl::DefaultVerification.
+  // For updates whose Begin names no verification. kReadback: see Membership::DefaultVerification.
   Verification default_verification = Verification::kReadback;
   // A bucket that needs no slot is cut, between tensors, into parts of at least this size, so that
   // one part moves while the next is planned. Operators do not set these limits; tests lower them.

@@ -2,24 +2,19 @@
 // possible. Only group/*.cc includes it.
 //
 //   group.cc       events to steps; the data phase: slots, buckets, acknowledgements; the clock,
-//                  catch-ups
+//                  catch-ups, invariants
 //   view.cc        what status shows
 //   members.cc     attach, loss
 //   begin.cc       Begin, Prepare, Ready; rollbacks
 //   refit.cc       the one call of a compiled refit
 //   end.cc         Commit, verification, eviction, giving up
-//   catch_up.cc    catch-ups: late instances get the version from clean ones
-//   rollback.cc    the version before: who holds it, and the way back to it
-//   invariants.cc  what must hold after every event
 //
 // Every event ends in Pump(), which takes all steps that have become possible. Not thread-safe.
 #ifndef REFITD_DAEMON_GROUP_GROUP_IMPL_H_
 #define REFITD_DAEMON_GROUP_GROUP_IMPL_H_
 
 #include <functional>
-#include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -27,14 +22,13 @@
 
 #include "daemon/group/catch_up.h"
 #include "daemon/group/group.h"
-#include "daemon/group/group_state.h"
-#include "daemon/group/history.h"
 #include "daemon/group/membership.h"
 #include "daemon/group/outbox.h"
 #include "daemon/group/requests.h"
 #include "daemon/group/rollback.h"
 #include "daemon/group/slots.h"
 #include "daemon/group/update.h"
+#include "daemon/group/updates.h"
 #include "daemon/group/versions.h"
 #include "transport/base/errors.h"
 #include "transport/base/status.h"
@@ -43,16 +37,6 @@ namespace refitd {
 
 namespace group {
 
-// Whether no update is opened any more.
-constexpr bool Drains(GroupState state) {
-  return state == GroupState::kDraining || state == GroupState::kDrained;
-}
-// Whether the next update may succeed where one was given up for such a reason.
-bool MayPass(GiveUpClass kind);
-// Whether a call names an update other than the running one.
-inline bool IsAnother(UpdateId wanted, const Update* running) {
-  return wanted != UpdateId() && (running == nullptr || running->id != wanted);
-}
 // Whether the rank has shards that the update moves.
 bool HasShardsIn(const Member& member, const TrainerProgress& progress);
 // The failure of an update to `wanted` that was never opened, and whom that is due to.
@@ -60,8 +44,6 @@ Failure Unwritten(Version wanted, const Member& suspect);
 // Why an update is given up when a part or the program failed to move its bytes.
 GiveUp FailedMove(const UpdateParticipants& participants, const Membership& members,
                   std::string_view what, const absl::Status& status, int failed_destination);
-// A failure whose suspects are those that Group::Impl::WaitedFor names.
-Failure SuspectAwaited(const Update& update, const Membership& members);
 // True: the update has no shards to move, or its program is ready. False: the program is being
 // compiled. Not OK: there can be no program.
 absl::StatusOr<bool> FindProgram(const Membership& members, RefitCompiler* compiler,
@@ -121,12 +103,7 @@ struct Group::Impl {
   void Pump();
   void PumpUpdate();
 
-  std::optional<TimePoint> IdleDeadline() const;
   void TickUpdate();
-
-  // ---- invariants.cc ----
-  // The part of the invariants that costs nothing, checked after every event.
-  void CheckState() const;
   void CheckInvariants() const;
 
   // ---- members.cc ----
@@ -140,45 +117,24 @@ struct Group::Impl {
 
   // ---- begin.cc ----
   absl::Status CheckBegin(const Member& member, const BeginEvent& e) const;
-  // `asked`: 0: the default.
-  Duration DurationOf(Duration asked) const;
-  void Open(const BeginEvent& e);
   void AssembleIfAllHere();
   void Assemble();
   void OpenDataIfReady();
+  // The ranks that have not answered Prepare, or SendFlip, are late.
   void FailUnready();
-  void EvictUnflipped();
-
-  // ---- the data phase, in group.cc ----
-  // The progress of the rank in the running update, or why its data calls are refused. `wanted`:
-  // the update that the call names; 0: none.
-  absl::StatusOr<TrainerProgress*> OpenFor(const Member& member, Version version, UpdateId wanted);
 
   // ---- refit.cc ----
   absl::Status CheckRefit(const Member& member, const RefitEvent& e, bool joined);
 
-  // ---- catch-ups, in group.cc and end.cc ----
-  bool CatchUpRuns() const { return update != nullptr && update->catch_up.has_value(); }
-  bool RollbackRuns() const { return update != nullptr && update->content.has_value(); }
-  bool TrainersUpdateRuns() const { return update != nullptr && !CatchUpRuns() && !RollbackRuns(); }
-  // The update that a call has opened; null: there is none. It runs, unless a catch-up does.
-  Update* Opened() const { return CatchUpRuns() ? waiting.get() : update.get(); }
-  // Whether the update has asked no engine for anything, and may not before a hold ends.
-  bool WaitsForHold() const;
+  // ---- catch-ups and rollbacks, in group.cc and begin.cc ----
   void OpenCatchUpIfDue();
-  void GiveWay(std::string reason);
-  // The catch-up is over: the update that has waited runs again.
-  void Resume();
   // The call is checked already, so that a call which is refused does not end the catch-up (P10).
   template <typename Event>
   void Defer(const Event& e, std::string_view to) {
     catch_up.Defer(e, e.duration);
-    GiveWay(fmt::format("it gives way to {}", to));
+    updates.GiveWay(fmt::format("it gives way to {}", to));
   }
-
-  // ---- rollbacks, in begin.cc ----
   absl::Status CheckRollback(const RollbackEvent& e) const;
-  void OpenRollback(const RollbackEvent& e);
 
   // ---- end.cc ----
   void TakeCommit(Member* member, TrainerProgress* progress, int64_t bucket_count);
@@ -191,21 +147,12 @@ struct Group::Impl {
   void Evict(uint32_t participant, const GiveUp& why);
   // A live rank is late or failed: evicts its instance, or gives the update up.
   void FailEngine(uint32_t participant, const GiveUp& why);
-  // Gives up the update that runs, or that one: the one that waits ends after the catch-up.
-  void Abandon(GiveUp why) { Abandon(update.get(), std::move(why)); }
-  void Abandon(Update* given_up, GiveUp why);
-  // `reason` and `failure`: why the update was given up.
-  void AnswerAll(bool committed, const std::string& reason, const Failure& failure,
-                 const std::vector<InstanceOutcome>& outcomes);
   void Conclude(Outcome outcome, const std::string& reason);
-  void HoldPrevious();
-  std::string WaitedFor(TimePoint now) const;
 
   group::Outbox out;
   // Constant after construction.
   const std::string name;
   const GroupLimits limits;
-  const std::function<UpdateId()> next_update;
 
   // The machines, each on those above it.
   group::Requests requests{&out};
@@ -216,14 +163,9 @@ struct Group::Impl {
   group::RefitCompiler compiler{&members, &slots, &out};
   group::Rollback rollback{&members, &versions, &catch_up, &out};
 
-  GroupState state = GroupState::kIdle;
-  group::BucketLog bucket_log;  // of the running update, else the last
-  // The machines below an update, which it uses.
-  const group::Update::Machines below{limits, &members, &slots, &requests, &bucket_log, &out};
-  std::shared_ptr<Update> update;
-  std::shared_ptr<Update> waiting;         // for a hold to end, while a catch-up runs
-  std::shared_ptr<const Catalog> catalog;  // of the last update
-  group::UpdateHistory history;
+  group::Updates updates;
+  const std::shared_ptr<Update>& update = updates.running();  // null: no update runs
+  std::shared_ptr<const Catalog> catalog;                     // of the last update of trainers
 };
 
 }  // namespace refitd

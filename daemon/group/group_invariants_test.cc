@@ -19,6 +19,7 @@ struct GroupForTests {
   static auto& InFlight(Impl& impl) { return impl.update->push.in_flight_; }
   static auto& NextStart(Impl& impl) { return impl.update->push.next_start_; }
   static auto& Incomplete(Impl& impl) { return impl.update->coverage.incomplete_; }
+  static auto& State(Impl& impl) { return impl.updates.state_; }
   static auto& Waiting(Impl& impl) { return impl.requests.waiting_; }
 };
 
@@ -73,7 +74,7 @@ TEST_CASE("CheckInvariants finds a written instance that is not dirty (P2)") {
 
 TEST_CASE("CheckInvariants finds an update that its group does not know of (P3)") {
   Updating g(/*staged=*/false);
-  CHECK(Found(g, [](Impl& i) { i.state = GroupState::kIdle; }));
+  CHECK(Found(g, [](Impl& i) { GroupForTests::State(i) = GroupState::kIdle; }));
   CHECK(Found(g, [](Impl& i) { i.versions.Commit(Version(1)); }));
 }
 

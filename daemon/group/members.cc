@@ -20,7 +20,7 @@ void Group::Impl::On(const TrainerAttached& e) {
     out.Do(RefuseMember{e.member, std::move(status)});
     return;
   }
-  if (members.EnterTrainer(group::MemberOf(e), group::Drains(state))) GiveUpOfFormerOwner();
+  if (members.EnterTrainer(group::MemberOf(e), updates.drains())) GiveUpOfFormerOwner();
 }
 
 void Group::Impl::On(const EngineAttached& e) {
@@ -36,23 +36,24 @@ void Group::Impl::On(const EngineAttached& e) {
     return;
   }
   versions.Bring(who, &member);
-  if (Update* const opened = Opened();
+  if (Update* const opened = updates.Opened();
       e.lacks_slots && opened != nullptr && opened->state == UpdateState::kOpening) {
     opened->push.NoteLacksSlots(member.label);
   }
-  if (members.EnterEngine(std::move(member), who, group::Drains(state))) GiveUpOfFormerOwner();
+  if (members.EnterEngine(std::move(member), who, updates.drains())) GiveUpOfFormerOwner();
 }
 
 // Trainers of another identity have to leave. Copies of theirs may run until the update is over
 // that they had begun (P6).
 void Group::Impl::GiveUpOfFormerOwner() {
-  Update* const opened = Opened();
+  Update* const opened = updates.Opened();
   if (opened == nullptr || opened->state == UpdateState::kEnding) return;
-  Abandon(opened, {fmt::format("another identity owns group '{}'", name), GiveUpClass::kOther});
+  updates.Abandon(opened,
+                  {fmt::format("another identity owns group '{}'", name), GiveUpClass::kOther});
 }
 
 void Group::Impl::ExpelUnwelcome() {
-  if (!members.any_unwelcome() || Opened() != nullptr) return;
+  if (!members.any_unwelcome() || updates.Opened() != nullptr) return;
   for (const MemberId id : members.TakeUnwelcome()) {
     slots.Forget(id);
     const Member& member = *members.Find(id);
@@ -70,13 +71,13 @@ void Group::Impl::RefuseDeclared(Member* member, const absl::Status& why) {
 }
 
 void Group::Impl::FailIfRefused(const absl::Status& refused) {
-  Update* const opened = Opened();
+  Update* const opened = updates.Opened();
   if (opened == nullptr || opened->state != UpdateState::kOpening) return;
   const absl::Status why = members.TooFewLeft(refused);
   if (why.ok()) return;
   GiveUp give_up{Message(why), GiveUpClass::kOther, FailureOf(why)};
   give_up.begin_code = why.code();
-  Abandon(opened, std::move(give_up));
+  updates.Abandon(opened, std::move(give_up));
 }
 
 absl::Status Group::Impl::CheckLayout(const LayoutRegistered& e) const {
@@ -127,7 +128,7 @@ void Group::Impl::On(const MemberLost& e) {
 }
 
 void Group::Impl::LoseTrainer(const Member& member, const std::string& reason) {
-  if (CatchUpRuns()) {
+  if (updates.CatchUpRuns()) {
     // A call that waits for the catch-up is lost too, as an update that the rank has begun would
     // be: no other rank can complete it.
     for (const Version wanted : catch_up.DeferredOf(member.id)) {
@@ -137,10 +138,10 @@ void Group::Impl::LoseTrainer(const Member& member, const std::string& reason) {
                                           group::Unwritten(wanted, member)));
     }
   }
-  Update* const opened = Opened();
-  if (opened == nullptr || opened->staged() || RollbackRuns()) return;
-  Abandon(opened, {fmt::format("{} was lost: {}", member.label, reason), GiveUpClass::kMemberLost,
-                   members.Suspecting(member.id)});
+  Update* const opened = updates.Opened();
+  if (opened == nullptr || opened->staged() || updates.RollbackRuns()) return;
+  updates.Abandon(opened, {fmt::format("{} was lost: {}", member.label, reason),
+                           GiveUpClass::kMemberLost, members.Suspecting(member.id)});
 }
 
 }  // namespace refitd

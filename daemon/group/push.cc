@@ -557,6 +557,19 @@ void UpdatePush::WithdrawIfNobodyWaits(const Request& commit, const absl::Status
 
 // ---- for people ----
 
+void UpdatePush::SendOutcome(bool committed, const std::string& reason, const Failure& failure) {
+  for (const auto& [rank, progress] : trainers_) {
+    Member* member = members_.Find(progress.member);
+    if (member == nullptr || member->state == MemberState::kLeaving) continue;
+    Step(&member->state, MemberTrigger::kOutcome);
+    if (committed) {
+      out_.Do(SendCommitted{member->id, update_.version});
+    } else {
+      out_.Do(SendAborted{member->id, update_.version, reason, false, failure});
+    }
+  }
+}
+
 void UpdatePush::AppendUnacknowledged(std::vector<std::string>* waits) const {
   for (const auto& [id, reader] : readers_) {
     if (reader.outstanding.empty()) continue;

@@ -229,6 +229,9 @@ class UpdatePush {
 
   // ---- for people, and the end ----
 
+  // Sends the outcome to every trainer rank of the update. `reason` and `failure`: why it was given
+  // up.
+  void SendOutcome(bool committed, const std::string& reason, const Failure& failure);
   // Append what the update waits for.
   void AppendUnacknowledged(std::vector<std::string>* waits) const;
   void AppendUnstarted(std::vector<std::string>* waits) const;

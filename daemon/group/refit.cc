@@ -39,7 +39,7 @@ void Group::Impl::On(const RefitEvent& e) {
   const group::Asked what{CallKind::kRefit, e.version, e.bucket_count};
   if (requests.Repeated(e.member, what, e.request_id, e.call)) return;
   using Begun = std::map<int, TrainerProgress>::iterator;
-  Update* opened = Opened();
+  Update* opened = updates.Opened();
   const Begun begun = opened == nullptr ? Begun() : opened->push.trainers().find(member->rank);
   // A call that names the update that it ends never opens an update.
   const bool joined =
@@ -58,8 +58,8 @@ void Group::Impl::On(const RefitEvent& e) {
     return;
   }
   if (opened == nullptr) {
-    if (CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
-    Open(BeginOf(e));
+    if (updates.CatchUpRuns()) return Defer(e, fmt::format("the update to version {}", e.version));
+    updates.Open(BeginOf(e));
     opened = update.get();
   }
   opened->hold = opened->hold || e.hold;
@@ -71,12 +71,12 @@ void Group::Impl::On(const RefitEvent& e) {
 }
 
 absl::Status Group::Impl::CheckRefit(const Member& member, const RefitEvent& e, bool joined) {
-  if (group::IsAnother(e.update, Opened())) return history.Refuse(e.update, e.version);
+  if (updates.IsAnother(e.update)) return updates.history().Refuse(e.update, e.version);
   if (member.layout == nullptr) {
     return Precondition("{} has no layout: register it first", member.label);
   }
   if (joined) {
-    const absl::StatusOr<TrainerProgress*> found = OpenFor(member, e.version, e.update);
+    const absl::StatusOr<TrainerProgress*> found = updates.Find(member, e.version, e.update);
     if (!found.ok()) return found.status();
     if ((*found)->without_layout) {
       return Precondition("{} has begun version {} without its layout: it ends it with Commit",
@@ -135,15 +135,15 @@ void Group::Impl::On(const CompareDone& e) {
   if (e.status.code() == absl::StatusCode::kDataLoss) why.kind = GiveUpClass::kVerification;
   // Another attempt would find the same fault in the tensors.
   if (absl::IsFailedPrecondition(e.status)) why.begin_code = why.commit_code = e.status.code();
-  Abandon(std::move(why));
+  updates.Abandon(std::move(why));
 }
 
 void Group::Impl::On(const RefitDone& e) {
   if (update == nullptr || update->id != e.update || !update->program.EndRun()) return;
   if (update->state == UpdateState::kEnding) return;
   if (!e.status.ok()) {
-    return Abandon(group::FailedMove(update->participants, members, "the refit", e.status,
-                                     e.failed_destination));
+    return updates.Abandon(group::FailedMove(update->participants, members, "the refit", e.status,
+                                             e.failed_destination));
   }
   update->participants.AddWritten(e.bytes_written);
   update->push.AddMoved(update->program.content().bytes);

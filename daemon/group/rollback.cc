@@ -70,9 +70,10 @@ absl::Status Rollback::CheckLeftBehind(const Instance& instance, bool gives) con
 
 // ---- hold ----
 
-void Rollback::Hold(std::optional<Duration> time) {
-  held_ = true;
-  held_until_ = time.has_value() ? std::optional(out_.now() + *time) : std::nullopt;
+void Rollback::NoteCommit(bool until_released, bool rollback) {
+  const std::chrono::seconds time(members_.spec().hold_previous_seconds);
+  held_ = until_released || (!rollback && time.count() > 0);
+  held_until_ = until_released ? std::nullopt : std::optional(out_.now() + time);
 }
 
 bool Rollback::Holds() const { return HeldAt(out_.now()) && AnyHolds(); }

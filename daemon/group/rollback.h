@@ -43,8 +43,10 @@ class Rollback {
 
   // ---- hold ----
 
-  // A version was committed. The next update waits for so long; nullopt: until Release.
-  void Hold(std::optional<Duration> time);
+  // A version was committed, by trainers or, if `rollback`, as a rollback. The next update waits
+  // for as long as the spec says, after a rollback not at all, and if `until_released` until
+  // Release.
+  void NoteCommit(bool until_released, bool rollback);
   void Release() { held_ = false; }
   // Whether the next update has to wait. It does not where no instance holds the version before.
   bool Holds() const;

@@ -6,8 +6,6 @@
 #define REFITD_DAEMON_GROUP_UPDATE_H_
 
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "daemon/group/catch_up.h"
 #include "daemon/group/coverage.h"
@@ -16,31 +14,12 @@
 #include "daemon/group/push.h"
 #include "daemon/group/readback.h"
 #include "daemon/group/refit_program.h"
+#include "daemon/group/update_end.h"
 #include "daemon/group/update_state.h"
 
 namespace refitd::group {
 
-// Why an update is given up, and the status codes that this gives to the calls that wait:
-// DEADLINE_EXCEEDED to a call whose own wait ran out, ABORTED to all others.
-struct GiveUp {
-  std::string reason;
-  GiveUpClass kind = GiveUpClass::kOther;
-  Failure failure{};
-  absl::StatusCode begin_code = absl::StatusCode::kAborted;
-  absl::StatusCode bucket_code = absl::StatusCode::kAborted;
-  absl::StatusCode commit_code = absl::StatusCode::kAborted;
-  absl::StatusCode lease_code = absl::StatusCode::kAborted;
-};
-
-// An update that is given up. Set in Draining.
-struct UpdateEnd {
-  GiveUp give_up;
-  TimePoint cleanup_deadline;
-  bool cleanup_logged = false;
-  std::vector<CallId> operator_calls;
-};
-
-struct Update : UpdateRecord, UpdateEnd {
+struct Update : UpdateRecord {
   // The machines of the group that an update stands on.
   struct Machines {
     const GroupLimits& limits;
@@ -58,7 +37,8 @@ struct Update : UpdateRecord, UpdateEnd {
         coverage(&participants, &program),
         push(this, below.limits, below.members, below.slots, below.requests, &participants,
              &coverage, below.log, below.out),
-        readback(*this, &participants, below.out) {}
+        readback(*this, &participants, below.out),
+        end(*this, below.limits, below.requests, below.slots, below.out) {}
 
   // Whether the version is complete everywhere, so that neither trainers nor the data plane are
   // needed any more.
@@ -76,6 +56,7 @@ struct Update : UpdateRecord, UpdateEnd {
   UpdateCoverage coverage;
   UpdatePush push;
   UpdateReadback readback;
+  UpdateEnd end;
 };
 
 }  // namespace refitd::group

@@ -11,8 +11,8 @@ UpdateView group::ViewOf(const Update& u) {
   view.version = u.version;
   view.state = Name(u.state);
   view.outcome = Outcome::kRunning;
-  view.reason = u.give_up.reason;
-  view.failure = u.give_up.failure;
+  view.reason = u.end.why().reason;
+  view.failure = u.end.why().failure;
   view.bytes = u.push.moved_bytes();
   view.total_bytes = u.total_bytes;
   view.tensors = u.coverage.tensors();
@@ -56,7 +56,7 @@ UpdateView ViewAt(const group::Update& update, TimePoint now, std::string waits_
 
 }  // namespace
 
-UpdateStatistics Group::Statistics() const { return impl_->bucket_log.Statistics(); }
+UpdateStatistics Group::Statistics() const { return impl_->updates.buckets().Statistics(); }
 
 GroupView Group::View(TimePoint now, const RunProgress& run) const {
   const Impl& g = *impl_;
@@ -64,11 +64,11 @@ GroupView Group::View(TimePoint now, const RunProgress& run) const {
   view.name = g.name;
   view.incarnation = g.versions.incarnation();
   view.owner = g.members.owner();
-  view.state = Name(g.state);
+  view.state = Name(g.updates.state());
   view.spec = g.members.spec();
   view.version = g.versions.last();
   view.content = g.versions.content();
-  const group::Update* const opened = g.Opened();
+  const group::Update* const opened = g.updates.Opened();
   const bool begun = opened != nullptr && opened->state != UpdateState::kOpening;
   view.previous = g.rollback.View(now, begun);
   for (const auto& [id, m] : g.members.members()) {
@@ -99,15 +99,15 @@ GroupView Group::View(TimePoint now, const RunProgress& run) const {
     v.attached = static_cast<int>(instance.ranks.size());
     const std::string* kept = g.members.WhyKeptOut(instance);
     v.reason = kept == nullptr ? instance.reason : *kept;
-    const bool in = g.CatchUpRuns() && g.update->participants.HasInstance(name);
+    const bool in = g.updates.CatchUpRuns() && g.update->participants.HasInstance(name);
     v.catch_up =
-        g.catch_up.Describe(instance, g.CatchUpRuns() ? &*g.update->catch_up : nullptr, in);
+        g.catch_up.Describe(instance, g.updates.CatchUpRuns() ? &*g.update->catch_up : nullptr, in);
   }
   view.update = ViewUpdate(now, run);
-  view.catch_up = g.CatchUpRuns() ? ViewLatest(now, run) : g.history.catch_up();
+  view.catch_up = g.updates.CatchUpRuns() ? ViewLatest(now, run) : g.updates.history().catch_up();
   view.slots = g.slots.View();
-  view.committed = g.history.committed();
-  view.aborted = g.history.aborted();
+  view.committed = g.updates.history().committed();
+  view.aborted = g.updates.history().aborted();
   view.chain_daemons = g.compiler.chain_daemons();
   return view;
 }
@@ -118,23 +118,23 @@ std::vector<InstanceStanding> Group::Standings() const { return impl_->versions.
 
 std::optional<UpdateView> Group::ViewUpdate(TimePoint now, const RunProgress& run) const {
   const Impl& g = *impl_;
-  const group::Update* const opened = g.Opened();
-  if (opened == nullptr) return g.history.update();
+  const group::Update* const opened = g.updates.Opened();
+  if (opened == nullptr) return g.updates.history().update();
   // One that waits for a hold beside a catch-up.
   const bool waits = opened != g.update.get();
-  return ViewAt(*opened, now, waits ? g.rollback.Describe(now) : g.WaitedFor(now), run);
+  return ViewAt(*opened, now, waits ? g.rollback.Describe(now) : g.updates.WaitedFor(now), run);
 }
 
 std::optional<UpdateView> Group::ViewLatest(TimePoint now, const RunProgress& run) const {
   const Impl& g = *impl_;
-  if (g.update == nullptr) return g.history.latest();
-  return ViewAt(*g.update, now, g.WaitedFor(now), run);
+  if (g.update == nullptr) return g.updates.history().latest();
+  return ViewAt(*g.update, now, g.updates.WaitedFor(now), run);
 }
 
 std::optional<UpdateMark> Group::MarkLatest() const {
   const Impl& g = *impl_;
   if (g.update != nullptr) return UpdateMark{g.update->id, Name(g.update->state)};
-  const std::optional<UpdateView>& last = g.history.latest();
+  const std::optional<UpdateView>& last = g.updates.history().latest();
   if (last.has_value()) return UpdateMark{last->id, last->state};
   return std::nullopt;
 }
@@ -144,6 +144,8 @@ bool Group::Attached(MemberId member) const {
   return m != nullptr && m->state != MemberState::kLeaving && m->state != MemberState::kGone;
 }
 
-bool Group::catch_up_running() const { return impl_->CatchUpRuns() && impl_->waiting == nullptr; }
+bool Group::catch_up_running() const {
+  return impl_->updates.CatchUpRuns() && impl_->updates.waiting() == nullptr;
+}
 
 }  // namespace refitd

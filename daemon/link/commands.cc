@@ -127,7 +127,7 @@ void Put(const PeerIssue& v, v1::PeerAnswer* message) {
 }
 
 void Put(const SendPart& v, v1::PeerAnswer* message) {
-  v1::PeerSendPart* out = message->mutable_send_part();
+  v1::PeerPart* out = message->mutable_send_part();
   out->set_member(v.member.value());
   out->set_update(v.update.value());
   out->set_part(v.part.value());
@@ -473,12 +473,12 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerHeader& message, const PeerB
   return out;
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerIssue& message, const PeerBounds&) {
+absl::StatusOr<PeerCommand> IssueOf(const v1::PeerPart& message) {
   REFITD_ASSIGN_OR_RETURN(const PartSeq part, PartOf(message.part(), "issue.part"));
   return PeerIssue{UpdateId(message.update()), part};
 }
 
-absl::StatusOr<PeerCommand> CommandOf(const v1::PeerSendPart& message, const PeerBounds&) {
+absl::StatusOr<PeerCommand> SendPartOf(const v1::PeerPart& message) {
   SendPart out;
   REFITD_ASSIGN_OR_RETURN(out.member, MemberOf(message.member(), "send_part.member"));
   out.update = UpdateId(message.update());
@@ -667,9 +667,9 @@ absl::StatusOr<PeerCommand> FromProto(const v1::PeerAnswer& answer, const PeerBo
     case v1::PeerAnswer::kHeader:
       return CommandOf(answer.header(), bounds);
     case v1::PeerAnswer::kIssue:
-      return CommandOf(answer.issue(), bounds);
+      return IssueOf(answer.issue());
     case v1::PeerAnswer::kSendPart:
-      return CommandOf(answer.send_part(), bounds);
+      return SendPartOf(answer.send_part());
     case v1::PeerAnswer::kVerify:
       return CommandOf(answer.verify(), bounds);
     case v1::PeerAnswer::kProgram:

@@ -199,7 +199,7 @@ void Put(const RefitDone& v, v1::PeerMessage* message) {
 }
 
 void Put(const CommunicatorOpened& v, v1::PeerMessage* message) {
-  v1::PeerCommunicatorOpened* out = message->mutable_communicator_opened();
+  v1::PeerCommunicatorEnd* out = message->mutable_communicator_opened();
   out->set_communicator(v.communicator.value());
   SetStatusOf(v.status, out);
   out->set_address(v.address);
@@ -444,7 +444,7 @@ absl::StatusOr<RefitDone> ReportOf(const v1::PeerRunDone& message) {
   return out;
 }
 
-absl::StatusOr<CommunicatorOpened> ReportOf(const v1::PeerCommunicatorOpened& message) {
+absl::StatusOr<CommunicatorOpened> OpenedOf(const v1::PeerCommunicatorEnd& message) {
   CommunicatorOpened out;
   out.communicator = CommunicatorId(message.communicator());
   REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "communicator_opened.status", &out.status));
@@ -452,7 +452,7 @@ absl::StatusOr<CommunicatorOpened> ReportOf(const v1::PeerCommunicatorOpened& me
   return out;
 }
 
-absl::StatusOr<CommunicatorUp> ReportOf(const v1::PeerCommunicatorUp& message) {
+absl::StatusOr<CommunicatorUp> UpOf(const v1::PeerCommunicatorEnd& message) {
   CommunicatorUp out;
   out.communicator = CommunicatorId(message.communicator());
   REFITD_RETURN_IF_ERROR(ReadStatus(message.status(), "communicator_up.status", &out.status));
@@ -688,9 +688,9 @@ absl::StatusOr<std::optional<PeerReport>> ReportDecoder::Decode(const v1::PeerMe
     case v1::PeerMessage::kRunDone:
       return ReportOf(message.run_done());
     case v1::PeerMessage::kCommunicatorOpened:
-      return ReportOf(message.communicator_opened());
+      return OpenedOf(message.communicator_opened());
     case v1::PeerMessage::kCommunicatorUp:
-      return ReportOf(message.communicator_up());
+      return UpOf(message.communicator_up());
     case v1::PeerMessage::kWireGranted:
       return PeerWireGranted{UpdateId(message.wire_granted())};
     case v1::PeerMessage::kWireWaits:

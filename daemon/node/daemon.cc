@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "daemon/node/life.h"
-#include "daemon/node/member_attach.h"
 #include "daemon/node/member_calls.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
@@ -51,9 +50,9 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
                   }}),
       peer_client_(&state_, std::move(dialer)),
       peer_server_(std::make_unique<PeerServer>(&state_, &peer_client_)),
-      attaches_(std::make_unique<MemberAttach>(&state_, &peer_client_, peer_server_.get())),
       memory_(std::make_unique<MemberMemory>(&state_)),
-      calls_(std::make_unique<MemberCalls>(&state_, memory_.get())),
+      calls_(
+          std::make_unique<MemberCalls>(&state_, &peer_client_, peer_server_.get(), memory_.get())),
       operators_(std::make_unique<Operators>(&state_, peer_server_.get())) {
   timer_ = std::thread([this] { RunTimer(); });
 }

@@ -26,7 +26,6 @@
 
 namespace refitd {
 
-class MemberAttach;
 class MemberCalls;
 class MemberMemory;
 class Operators;
@@ -46,9 +45,8 @@ class Daemon {
   // ---- the classes that callers use ----
   const DaemonOptions& options() const { return state_.options; }
   CallId NewCall() { return state_.NewCall(); }
-  MemberAttach& attaches() { return *attaches_; }  // members' Attach streams
-  MemberCalls& calls() { return *calls_; }         // members' calls
-  MemberMemory& memory() { return *memory_; }      // members' memory, the descriptor socket
+  MemberCalls& calls() { return *calls_; }     // members' Attach streams and calls
+  MemberMemory& memory() { return *memory_; }  // members' memory, the descriptor socket
   Operators& operators() { return *operators_; }
   PeerServer& peer_server() { return *peer_server_; }  // daemons that join
 
@@ -99,7 +97,6 @@ class Daemon {
   // the last to the first.
   PeerClient peer_client_;
   std::unique_ptr<PeerServer> peer_server_;
-  std::unique_ptr<MemberAttach> attaches_;
   std::unique_ptr<MemberMemory> memory_;
   std::unique_ptr<MemberCalls> calls_;
   std::unique_ptr<Operators> operators_;

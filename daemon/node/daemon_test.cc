@@ -74,7 +74,7 @@ TEST_CASE("A daemon stops joining when the last member that waited for it goes")
   DaemonParts a("a");
   DaemonParts b("b");
   const auto engine = b.AttachEngine("g", "i", std::nullopt, &a);
-  b.daemon().attaches().Gone(engine.id, "it left");
+  b.daemon().calls().Gone(engine.id, "it left");
   CHECK(Eventually([&] { return b.groups() == 0; }));
 }
 
@@ -123,8 +123,8 @@ TEST_CASE("A second daemon with a live one's id is refused, and taken in when th
   CHECK_FALSE(engine.inbox->end().has_value());
 
   const auto patient = same_id.AttachEngine("g", "j", Spec(), &a);
-  live.daemon().attaches().Gone(engine.id,
-                                "it left");  // the last member there, so its daemon leaves
+  live.daemon().calls().Gone(engine.id,
+                             "it left");  // the last member there, so its daemon leaves
   CHECK(Eventually([&] { return patient.inbox->welcomed(); }));
 }
 
@@ -142,7 +142,7 @@ TEST_CASE("limits.max_members counts members of joined daemons, and refuses them
     CHECK(status.code() == absl::StatusCode::kResourceExhausted);
     CHECK_THAT(Message(status), Contains("limits.max_members") && Contains("takes 2"));
   }
-  b.daemon().attaches().Gone(first.id, "it left");
+  b.daemon().calls().Gone(first.id, "it left");
   CHECK(Eventually([&] {
     const auto again = a.AttachEngine("g", "again", Spec());
     return again.inbox->welcomed();
@@ -220,10 +220,10 @@ TEST_CASE("A group is given up some time after its last member left, one with a 
   const auto goes = a.AttachTrainer("goes");
   REQUIRE(goes.inbox->welcomed());
   CHECK(a.groups() == 2);
-  a.daemon().attaches().Detached(goes.id);
+  a.daemon().calls().Detached(goes.id);
   CHECK(Eventually([&] { return !a.Has("goes"); }));
   CHECK(a.Has("stays"));
-  a.daemon().attaches().Detached(stays.id);
+  a.daemon().calls().Detached(stays.id);
   CHECK(Eventually([&] { return a.groups() == 0; }));
 }
 
@@ -243,8 +243,8 @@ TEST_CASE("The run beyond max_groups takes the place of the group that was empty
   const auto second = a.AttachTrainer("second");
   const auto refused = a.AttachTrainer("third");
   CHECK(refused.inbox->Ended().code() == absl::StatusCode::kResourceExhausted);
-  a.daemon().attaches().Detached(second.id);
-  a.daemon().attaches().Detached(first.id);
+  a.daemon().calls().Detached(second.id);
+  a.daemon().calls().Detached(first.id);
   const auto third = a.AttachTrainer("third");
   CHECK(third.inbox->welcomed());
   CHECK(a.Has("first"));
@@ -257,7 +257,7 @@ TEST_CASE("A group without members takes no staging from a run that needs it") {
   DaemonParts a("a", options);
   const auto first = a.AttachTrainer("first");
   CHECK(a.AttachTrainer("second").inbox->Ended().code() == absl::StatusCode::kResourceExhausted);
-  a.daemon().attaches().Detached(first.id);
+  a.daemon().calls().Detached(first.id);
   CHECK(a.AttachTrainer("second").inbox->welcomed());
 }
 
@@ -275,7 +275,7 @@ TEST_CASE("An empty group's staging pool is freed at once, and made again when i
     REQUIRE(engine.inbox->welcomed());
     CHECK(map(engine).ok());
     CHECK(a.pool_bytes() == 2 * kSlotBytes);
-    a.daemon().attaches().Detached(engine.id);
+    a.daemon().calls().Detached(engine.id);
     CHECK(a.pool_bytes() == 0);
     CHECK(a.Has("g"));
   }

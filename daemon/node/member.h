@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -178,6 +179,16 @@ struct MemberRecord {
   void End(absl::Status status) {
     if (sink != nullptr) std::exchange(sink, nullptr)->End(std::move(status));
   }
+};
+
+// A member whose hello has come. The hello is checked, except for what depends on this daemon's
+// state.
+struct Arrival {
+  MemberRecord record;  // without its id, its GPU and its stream
+  std::variant<TrainerIdentity, EngineIdentity> identity;
+  std::optional<GroupSpec> spec;  // as the hello has it (SpecOf)
+  std::string coordinator;        // as the hello names it; empty: this daemon
+  Duration wait{};                // for its group; 0: not at all
 };
 
 }  // namespace refitd

@@ -1,7 +1,10 @@
-// Members' calls are authenticated here and handed to the member's group as events that wait for
-// their answer: a trainer's calls, layouts, and what engines report. Calls that need staging slots
-// or device memory wait for these first.
+// What members call. A member's Attach stream begins with a hello, which leads to the member's
+// group: it exists already, is made now, is waited for, or is joined. The end of the stream ends
+// the member's lease. All other calls are authenticated by the lease and handed to the group as
+// events that wait for their answer: a trainer's calls, layouts, and what engines report. Calls
+// that need staging slots or device memory wait for these first.
 //
+//   member_calls_attach.cc     Attach streams
 //   member_calls.cc            trainers' calls, engines' events
 //   member_calls_device.cc     calls that wait for slots on GPUs, or for device memory
 //   member_calls_layouts.cc    layouts: checked against the member's regions, then registered
@@ -25,6 +28,8 @@
 #include "daemon/checks/bucket.h"
 #include "daemon/group/peer.h"
 #include "daemon/node/member_memory.h"
+#include "daemon/node/peer_client.h"
+#include "daemon/node/peer_server.h"
 #include "daemon/node/state.h"
 #include "transport/broadcast.h"
 #include "transport/plan/layout.h"
@@ -42,7 +47,16 @@ struct ReceivedPush {
 
 class MemberCalls {
  public:
-  MemberCalls(DaemonState* state, MemberMemory* memory) : state_(*state), memory_(*memory) {}
+  MemberCalls(DaemonState* state, PeerClient* peer_client, PeerServer* peer_server,
+              MemberMemory* memory)
+      : state_(*state), peer_client_(*peer_client), peer_server_(*peer_server), memory_(*memory) {}
+
+  // The sink gets Welcome, or End with the reason. Gone may be called at any time afterwards.
+  MemberId Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<MemberSink> sink);
+  void Gone(MemberId member, const std::string& reason);
+  // The member itself asked to leave. This does what Gone does, but the sink ends with OK, and a
+  // process that has seen that end may attach in the member's place.
+  void Detached(MemberId member);
 
   // Hands the event to the group of the member whose lease the caller presents. An event that could
   // not be made answers the call with its status, once the caller is authenticated.
@@ -87,6 +101,17 @@ class MemberCalls {
                       LayoutReply reply, ByteLedger::Hold hold = {});
 
  private:
+  // ---- Attach streams (member_calls_attach.cc) ----
+  MemberId Attach(Arrival arrival);
+  // Creates, finds or waits for the member's group, then lets the member enter it.
+  void Attach(Arrival arrival, StateLock& lock) ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  // The member's group: found, made, or being joined. Null: the group does not exist, and the
+  // member does not make it.
+  absl::StatusOr<GroupRecord*> GroupFor(const Arrival& arrival, const std::string& coordinator,
+                                        bool* created, StateLock& lock)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
+  void EndAttach(MemberId member, const std::string& reason, const absl::Status& end);
+
   // Makes the event of a member's call, under the state lock.
   using EventFunction = std::function<absl::StatusOr<GroupEvent>(const MemberRecord&)>;
   // The event of an authenticated call, and its group.
@@ -159,6 +184,8 @@ class MemberCalls {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
   DaemonState& state_;
+  PeerClient& peer_client_;
+  PeerServer& peer_server_;
   MemberMemory& memory_;
 };
 

@@ -344,7 +344,7 @@ TEST_CASE("memory that a refit used is let go with its region, and with its memb
   CHECK(Eventually([&of_first] { return of_first.expired(); }));
   refit(2, 2);
   CHECK_FALSE(of_second.expired());
-  world.parts.attaches().Detached(world.trainer.id);
+  world.parts.calls().Detached(world.trainer.id);
   CHECK(Eventually([&of_second] { return of_second.expired(); }));
 }
 
@@ -551,7 +551,7 @@ TEST_CASE("a call of a member that is lost while it waits opens nothing") {
   Gpus gpus;
   std::shared_ptr<void> held = gpus.parts.HoldRegionsThread();
   const Answer pushed = gpus.Send(gpus.Push(), gpus.parts.daemon().NewCall());
-  gpus.parts.attaches().Gone(gpus.trainer.id, "it left");
+  gpus.parts.calls().Gone(gpus.trainer.id, "it left");
   held.reset();
   CHECK_FALSE(pushed.status().ok());
   CHECK(gpus.memory->opened() == 0);
@@ -625,7 +625,7 @@ TEST_CASE("slots are made for an update that could gain from broadcasts, and for
   CHECK(opens_with(1, BroadcastMethod::kAuto) == 0);  // one instance
   engines.push_back(gpus.AttachEngine("j", 1));
   CHECK(opens_with(2, BroadcastMethod::kAuto) == 0);  // one GPU
-  gpus.parts.attaches().Detached(engines.back().id);
+  gpus.parts.calls().Detached(engines.back().id);
   engines.pop_back();
   engines.push_back(gpus.AttachEngine("k", 0));
   CHECK(opens_with(3, BroadcastMethod::kAuto) == 0);  // one GPU that is not the trainer's

@@ -118,7 +118,7 @@ TEST_CASE("a process is watched as long as its member, and no longer") {
   arrival.record.peer.credentials->pidfd = std::make_shared<const UniqueFd>(pidfd);
   const Attached trainer = parts.Attach(std::move(arrival), "g");
   CHECK(parts.processes().watched() == 1);
-  parts.attaches().Detached(trainer.id);
+  parts.calls().Detached(trainer.id);
   CHECK(parts.processes().watched() == 0);
 }
 
@@ -148,7 +148,7 @@ TEST_CASE("a trainer of another identity than the group's first is refused (P9)"
   };
   const Attached first = attach("dns:a");
   REQUIRE(first.inbox->welcomed());
-  parts.attaches().Detached(first.id);
+  parts.calls().Detached(first.id);
   CHECK(attach("dns:b").inbox->Ended().code() == absl::StatusCode::kPermissionDenied);
   CHECK(attach("dns:a").inbox->welcomed());
 }
@@ -210,7 +210,7 @@ TEST_CASE("a rank that reads slots on its GPU is let in when they are made, or h
   CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(refused), Contains("too little memory is free"));
   // The slots go with the last rank on their GPU (P8).
-  parts.attaches().Detached(engine.id);
+  parts.calls().Detached(engine.id);
   CHECK_FALSE(HasPool(&parts, 1));
   parts.AwaitRegionsThread();
   CHECK(memory->open() == 0);
@@ -240,9 +240,9 @@ TEST_CASE("a rank that goes while it waits for slots is answered, and leaves its
     const StateLock lock(&parts.state().mutex);
     return parts.state().groups.Find("g")->empty_since.has_value();
   };
-  parts.attaches().Detached(trainer.id);
+  parts.calls().Detached(trainer.id);
   CHECK_FALSE(empty());
-  parts.attaches().Gone(engine.id, "it left");
+  parts.calls().Gone(engine.id, "it left");
   CHECK(Message(engine.inbox->Ended()) == "the lease ended: it left");
   CHECK(empty());
 }

@@ -166,7 +166,7 @@ TEST_CASE("the descriptor socket serves lease tokens that live (P9)") {
           .RegisterRegion(other, Nobody(), UniqueFd(dup(memory.fd.get())), RegionKind::kMemfd, 4096)
           .status()
           .code() == absl::StatusCode::kUnauthenticated);
-  parts.attaches().Detached(trainer.id);
+  parts.calls().Detached(trainer.id);
   CHECK(parts.memory().MapPool(live, Nobody()).status().code() ==
         absl::StatusCode::kUnauthenticated);
 }

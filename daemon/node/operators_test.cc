@@ -66,7 +66,7 @@ TEST_CASE("a group with members is not deleted, an empty one is") {
   CHECK(parts.operators().DeleteGroup("g").code() == absl::StatusCode::kNotFound);
   const Attached trainer = parts.AttachTrainer("g");
   CHECK_THAT(Message(parts.operators().DeleteGroup("g")), Contains("group 'g' has 1 members"));
-  parts.attaches().Detached(trainer.id);
+  parts.calls().Detached(trainer.id);
   CHECK(parts.operators().DeleteGroup("g").ok());
   CHECK_FALSE(parts.Has("g"));
 }

@@ -63,7 +63,7 @@ TEST_CASE("another identity at another daemon is refused: the coordinator keeps 
   CHECK(Eventually([&] { return OwnerOf(&b) == kVictim && OwnerOf(&c) == kVictim; }));
   Arrival by_rule = As(DaemonParts::Trainer(1, 2), kThief);
   by_rule.record.peer.any_owner = true;
-  c.attaches().Detached(second.id);
+  c.calls().Detached(second.id);
   CHECK(Welcomed(c.Attach(std::move(by_rule), "g", Spec(2, 2), &a)));
 }
 

@@ -83,7 +83,7 @@ Attached DaemonParts::Attach(Arrival arrival, const std::string& group,
   if (at != nullptr) arrival.coordinator = at->address();
   arrival.wait = wait;
   Peer peer = arrival.record.peer;
-  return {attaches().Attach(std::move(arrival), inbox), inbox, std::move(peer)};
+  return {calls().Attach(std::move(arrival), inbox), inbox, std::move(peer)};
 }
 
 Arrival DaemonParts::OnGpu(Arrival arrival, int ordinal) {

@@ -19,7 +19,6 @@
 
 #include "daemon/node/daemon.h"
 #include "daemon/node/life.h"
-#include "daemon/node/member_attach.h"
 #include "daemon/node/member_calls.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
@@ -188,7 +187,6 @@ class DaemonParts {
   DaemonState& state() { return daemon_->state_; }
   PeerClient& peer_client() { return daemon_->peer_client_; }
   PeerServer& peer_server() { return daemon_->peer_server(); }
-  MemberAttach& attaches() { return daemon_->attaches(); }
   MemberMemory& memory() { return daemon_->memory(); }
   MemberCalls& calls() { return daemon_->calls(); }
   Operators& operators() { return daemon_->operators(); }

@@ -62,7 +62,7 @@ TEST_CASE("a group is joined for its members, and left with the last") {
   REQUIRE(Eventually([&] { return engine.inbox->welcomed(); }));
   CHECK(a.operators().Group("g")->machine.nodes.size() == 2);
   CHECK_FALSE(b.operators().Group("g")->machine.coordinator_address.empty());
-  b.attaches().Detached(engine.id);
+  b.calls().Detached(engine.id);
   CHECK(Eventually([&] { return b.groups() == 0; }));
   CHECK(Eventually([&] { return a.operators().Group("g")->machine.nodes.size() == 1; }));
 }

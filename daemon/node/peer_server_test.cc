@@ -144,7 +144,7 @@ TEST_CASE("a coordinator's name is resolved anew once its group has no member he
   DaemonParts a("a");
   const Attached first = a.AttachTrainer("g", Spec(), &a);
   REQUIRE(Eventually([&] { return first.inbox->welcomed(); }));
-  a.attaches().Detached(first.id);
+  a.calls().Detached(first.id);
   REQUIRE(a.Has("g"));
   const Attached again = a.AttachTrainer("g", Spec(), &a);
   REQUIRE(Eventually([&] { return again.inbox->welcomed(); }));

@@ -14,7 +14,7 @@
 
 #include "absl/status/status.h"
 #include "daemon/node/kept_ranks.h"
-#include "daemon/node/member_attach.h"
+#include "daemon/node/member.h"
 #include "daemon/node/state.h"
 #include "daemon/node/state_lock.h"
 

@@ -489,7 +489,7 @@ struct AttachedAgain {
     held.Hold();
     world.Push(1, 'a');
     REQUIRE(Eventually([&] { return held.held() == 1; }));
-    world.parts.attaches().Gone(engine.id, "its stream broke");
+    world.parts.calls().Gone(engine.id, "its stream broke");
     again = world.Attach(child.process());
     front = world.Share(again, world.front.fd);
     back = world.Share(again, world.back.fd);
@@ -620,12 +620,12 @@ TEST_CASE("a process that runs still keeps its arenas, and one of another world 
   world.Install(1, 'a', engine);
   const Child second;
   SECTION("runs still") {
-    world.parts.attaches().Gone(engine.id, "its stream broke");
+    world.parts.calls().Gone(engine.id, "its stream broke");
     CHECK(world.kept() == 1);
     CHECK_FALSE(world.Attach(second.process(), true).inbox->welcome().kept.has_value());
   }
   SECTION("the same process") {
-    world.parts.attaches().Detached(engine.id);
+    world.parts.calls().Detached(engine.id);
     CHECK(world.Attach(first.process(), true).inbox->welcome().kept.has_value());
   }
   SECTION("another world") {
@@ -654,7 +654,7 @@ TEST_CASE("arenas are given up when a rank does not ask, their group ends, or th
     } else if (how == "replace") {
       REQUIRE(world.parts.operators().CreateGroup("g", world.spec, true, "", "uid:0").ok());
     } else {
-      world.parts.attaches().Detached(world.trainer.id);
+      world.parts.calls().Detached(world.trainer.id);
       REQUIRE(Eventually([&] { return world.parts.operators().DeleteGroup("g").ok(); }));
     }
   }

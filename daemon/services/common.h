@@ -22,7 +22,6 @@
 #include "absl/status/status.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/member.h"
-#include "daemon/node/member_attach.h"
 #include "daemon/node/member_calls.h"
 #include "daemon/node/sinks.h"
 #include "daemon/services/authorizer.h"
@@ -330,14 +329,14 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
       if (absl::Status status = authorizer_->Enter(&*peer_, request_context); !status.ok()) {
         return stream_->End(std::move(status));
       }
-      member_ = daemon_->attaches()
+      member_ = daemon_->calls()
                     .Attach(ArrivalOf(message_.hello(), *peer_), std::make_shared<Sink>(stream_))
                     .value();
     } else if (message_.has_hello()) {
       stream_->End(InvalidField("kind", "kind: hello was said already"));
       return Leave("it said hello twice");
     } else if (!Role::Answer(daemon_, MemberId(member_), message_)) {
-      return daemon_->attaches().Detached(MemberId(member_));  // ends the stream
+      return daemon_->calls().Detached(MemberId(member_));  // ends the stream
     }
     this->StartRead(&message_);
   }
@@ -355,7 +354,7 @@ class AttachReactor : public grpc::ServerBidiReactor<typename Role::Message, typ
   // at the same time.
   void Leave(const std::string& reason) {
     if (const uint64_t member = member_; member != 0)
-      daemon_->attaches().Gone(MemberId(member), reason);
+      daemon_->calls().Gone(MemberId(member), reason);
     stream_->End(absl::OkStatus());
   }
 

@@ -8,7 +8,6 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/node/member.h"
-#include "daemon/node/member_attach.h"
 #include "daemon/node/member_calls.h"
 #include "refitd/v1/engine.pb.h"
 #include "refitd/v1/trainer.pb.h"

@@ -28,7 +28,7 @@
 #include "client/refit_test_util.h"
 #include "client/trainer.h"
 #include "daemon/node/daemon.h"
-#include "daemon/node/member_attach.h"
+#include "daemon/node/member_calls.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/node/peer_server.h"
 #include "daemon/services/member_requests.h"
@@ -333,7 +333,7 @@ struct EndedSink : MemberSink {
 TEST_CASE("a member whose credentials nobody knows gets no GPU") {
   LocalDaemon daemon;
   const auto sink = std::make_shared<EndedSink>();
-  daemon.daemon().attaches().Attach(ArrivalOf(daemon.TrainerOn(0), Peer{}), sink);
+  daemon.daemon().calls().Attach(ArrivalOf(daemon.TrainerOn(0), Peer{}), sink);
   CHECK(absl::IsPermissionDenied(sink->end));
   CHECK_THAT(Message(sink->end), Contains("device.name") && Contains(daemon.uuid(0)));
 }
@@ -1555,13 +1555,13 @@ class DirectEngine {
     daemon_ = daemon;
     PeerCredentials self;
     self.uid = geteuid();
-    member_ = daemon->daemon().attaches().Attach(ArrivalOf(hello, Peer{self}), sink_);
+    member_ = daemon->daemon().calls().Attach(ArrivalOf(hello, Peer{self}), sink_);
   }
   void Leave() {
     if (daemon_ != nullptr)
-      std::exchange(daemon_, nullptr)->daemon().attaches().Gone(member_, "it left");
+      std::exchange(daemon_, nullptr)->daemon().calls().Gone(member_, "it left");
   }
-  void Detach() { std::exchange(daemon_, nullptr)->daemon().attaches().Detached(member_); }
+  void Detach() { std::exchange(daemon_, nullptr)->daemon().calls().Detached(member_); }
   bool welcomed() const { return sink_->welcomed; }
   // The status with which its stream ended; nullopt: it has not ended.
   std::optional<absl::Status> end() const {

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "daemon/node/daemon.h"
-#include "daemon/node/member_attach.h"
+#include "daemon/node/member_calls.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
 #include "daemon/process/log.h"
@@ -81,7 +81,7 @@ class Target {
     hello.mutable_spec()->set_trainer_ranks(1);
     hello.set_world_size(1);
     const Peer self{Self()};
-    daemon_->attaches().Attach(ArrivalOf(hello, self), trainer);
+    daemon_->calls().Attach(ArrivalOf(hello, self), trainer);
     v1::EngineHello engine_hello;
     engine_hello.set_protocol(v1::PROTOCOL_VERSION_1);
     engine_hello.set_group("g");
@@ -89,10 +89,10 @@ class Target {
     engine_hello.set_delivery(v1::DELIVERY_LOADER);
     auto engine = std::make_shared<Welcomed>();
     engine_hello.set_instance("i");
-    daemon_->attaches().Attach(ArrivalOf(engine_hello, self), engine);
+    daemon_->calls().Attach(ArrivalOf(engine_hello, self), engine);
     auto prober = std::make_shared<Welcomed>();
     engine_hello.set_instance("prober");
-    daemon_->attaches().Attach(ArrivalOf(engine_hello, self), prober);
+    daemon_->calls().Attach(ArrivalOf(engine_hello, self), prober);
     tokens_ = {trainer->token, engine->token, std::string(sizeof(Token), 'x'), prober->token};
     for (const std::string& token : tokens_) REFITD_CHECK(token.size() == sizeof(Token));
     // The pool's own descriptor stays open and is no leak.

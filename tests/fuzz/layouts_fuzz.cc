@@ -174,8 +174,8 @@ void CheckMoves(const MovePlan& program, const Layout& from, const Layouts& dest
     const TensorSpec& tensor = to.tensors[destination.tensor];
     REFITD_CHECK(from.tensors[source.tensor] == tensor);
     REFITD_CHECK(ElementCount(move.box) > 0);
-    REFITD_CHECK(Intersect(move.box, source.box) == move.box);
-    REFITD_CHECK(Intersect(move.box, destination.box) == move.box);
+    REFITD_CHECK(Contains(source.box, move.box));
+    REFITD_CHECK(Contains(destination.box, move.box));
     const int64_t element = ElementBytes(tensor.dtype);
     bytes += ElementCount(move.box) * element;
     bool first = true;

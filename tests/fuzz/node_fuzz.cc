@@ -30,7 +30,6 @@
 #include "daemon/link/trainer_messages.h"
 #include "daemon/node/daemon.h"
 #include "daemon/node/life.h"
-#include "daemon/node/member_attach.h"
 #include "daemon/node/member_calls.h"
 #include "daemon/node/member_memory.h"
 #include "daemon/node/operators.h"
@@ -306,7 +305,7 @@ class World {
     member->group = hello.group();
     member->peer = NewPeer(step);
     member->trainer_inbox = std::make_shared<Inbox<v1::TrainerEvent>>();
-    member->id = daemon_->attaches().Attach(ArrivalOf(hello, member->peer), member->trainer_inbox);
+    member->id = daemon_->calls().Attach(ArrivalOf(hello, member->peer), member->trainer_inbox);
     members_.push_back(std::move(member));
   }
 
@@ -320,7 +319,7 @@ class World {
     if (hello.delivery() == v1::DELIVERY_LOADER) member->delivery = DeliveryMode::kLoader;
     member->peer = NewPeer(step);
     member->engine_inbox = std::make_shared<Inbox<v1::EngineEvent>>();
-    member->id = daemon_->attaches().Attach(ArrivalOf(hello, member->peer), member->engine_inbox);
+    member->id = daemon_->calls().Attach(ArrivalOf(hello, member->peer), member->engine_inbox);
     members_.push_back(std::move(member));
   }
 
@@ -564,7 +563,7 @@ class World {
         return;
       }
       case Step::kGone:
-        daemon_->attaches().Gone(member.id, "the fuzzer ended it");
+        daemon_->calls().Gone(member.id, "the fuzzer ended it");
         return;
       default:
         return;

@@ -676,7 +676,7 @@ std::vector<CopyTask> TasksOf(const RandomMove& move, uint64_t source, uint64_t 
                    .destination_strides = move.strides,
                    .sum = 0,
                    .proof_sum = 0};
-  of.held_addresses.resize(move.piece.held->parts.size());
+  of.held_addresses.resize(move.piece.held->shards.size());
   std::vector<DeriveTask> tasks;
   if (!AddDeriveTasks(of, 1 << 20, &tasks).ok()) Die("random derive tasks", 0);
   std::vector<CopyTask> made;

@@ -101,7 +101,7 @@ bool Cluster::Commits(int number, Version version) {
 
 void Cluster::Lose(int number) {
   const Rank& r = rank(number);
-  DaemonOf(r).attaches().Gone(r.attached.id, "killed");
+  DaemonOf(r).calls().Gone(r.attached.id, "killed");
   REQUIRE(Eventually([&] {
     const auto members = daemons_[0]->operators().Group(kGroup)->machine.group.members;
     return std::none_of(members.begin(), members.end(), [&r](const MemberView& member) {

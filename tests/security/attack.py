@@ -273,7 +273,7 @@ def false_identity(pair):
         answers = peer_pb2_grpc.PeerStub(channel).Link(iter(reports.get, None), timeout=SECONDS)
         try:
             incarnation = next(answers).accepted.incarnation
-            opened = peer_pb2.PeerCommunicatorOpened(communicator=1, address=address)
+            opened = peer_pb2.PeerCommunicatorEnd(communicator=1, address=address)
             reports.put(peer_pb2.PeerMessage(sequence=1, incarnation=incarnation, communicator_opened=opened))
             for _ in answers:  # pings, while the link stands
                 pass

@@ -617,17 +617,19 @@ class CopyPlanner {
   }
 
  private:
-  // The piece that lies in memory; of a computed one, the first part.
+  // The piece that lies in memory; of a computed one, the first shard.
   static const BoundPiece& PlaceOf(const BoundPiece& source) {
-    return source.held == nullptr ? source : source.held->parts.front();
+    return source.held == nullptr ? source : source.held->shards.front();
   }
-  // Returns the addresses at which a device reaches the parts of a computed piece. `first`: that of
-  // the first part.
-  absl::StatusOr<std::vector<uint64_t>> PartsOn(int device, const HeldPiece& held, uint64_t first) {
+  // Returns the addresses at which a device reaches the shards of a computed piece. `first`: that
+  // of the first shard.
+  absl::StatusOr<std::vector<uint64_t>> ShardsOn(int device, const HeldPiece& held,
+                                                 uint64_t first) {
     std::vector<uint64_t> addresses = {first};
-    for (size_t i = 1; i < held.parts.size(); ++i) {
-      const BoundPiece& part = held.parts[i];
-      REFITD_ASSIGN_OR_RETURN(addresses.emplace_back(), parts_[&part].On(device, part, addresses_));
+    for (size_t i = 1; i < held.shards.size(); ++i) {
+      const BoundPiece& shard = held.shards[i];
+      REFITD_ASSIGN_OR_RETURN(addresses.emplace_back(),
+                              shards_[&shard].On(device, shard, addresses_));
     }
     return addresses;
   }
@@ -653,7 +655,7 @@ class CopyPlanner {
     const CopyTask task = TaskOf(move, source_address, destination_address);
     if (move.source->held != nullptr) {
       REFITD_ASSIGN_OR_RETURN(std::vector<uint64_t> held,
-                              PartsOn(device, *move.source->held, source_address));
+                              ShardsOn(device, *move.source->held, source_address));
       const DeriveMove derived = {.source = move.source,
                                   .piece = static_cast<uint32_t>(Number(*move.source)),
                                   .box = move.box,
@@ -730,7 +732,7 @@ class CopyPlanner {
       REFITD_ASSIGN_OR_RETURN(const uint64_t address,
                               sources_[i].On(device, PlaceOf(piece), addresses_));
       if (piece.held != nullptr) {
-        REFITD_ASSIGN_OR_RETURN(std::vector<uint64_t> held, PartsOn(device, *piece.held, address));
+        REFITD_ASSIGN_OR_RETURN(std::vector<uint64_t> held, ShardsOn(device, *piece.held, address));
         const DeriveMove digest = {.source = &piece,
                                    .piece = static_cast<uint32_t>(i),
                                    .box = &piece.box,
@@ -751,8 +753,8 @@ class CopyPlanner {
   const Verification verification_;
   CopyAddresses* const addresses_;
   const CopyPlanOptions options_;
-  std::vector<Endpoint> sources_;                           // per source piece
-  absl::flat_hash_map<const BoundPiece*, Endpoint> parts_;  // of computed pieces, not the first
+  std::vector<Endpoint> sources_;                            // per source piece
+  absl::flat_hash_map<const BoundPiece*, Endpoint> shards_;  // of computed pieces, not the first
   std::vector<Endpoint> destinations_;  // per sum: destination pieces that are written
   Devices devices_;
   Devices readback_;

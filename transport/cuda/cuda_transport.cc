@@ -1286,9 +1286,9 @@ class CudaTransport : public Transport, public CommunicatorsOwner {
  private:
   bool OnHost(const BoundPiece& piece) const {
     if (piece.held != nullptr) {
-      const std::vector<BoundPiece>& parts = piece.held->parts;
-      return std::all_of(parts.begin(), parts.end(),
-                         [this](const BoundPiece& part) { return OnHost(part); });
+      const std::vector<BoundPiece>& shards = piece.held->shards;
+      return std::all_of(shards.begin(), shards.end(),
+                         [this](const BoundPiece& shard) { return OnHost(shard); });
     }
     return PieceSpan(piece) == 0 || engine_->memory().Find(piece.data, 1) == nullptr;
   }

@@ -11,7 +11,6 @@ namespace refitd {
 namespace {
 
 using derive::Common;
-using derive::LeadingDistance;
 using derive::Matrix;
 using derive::MatrixOf;
 using derive::Range;
@@ -57,12 +56,12 @@ class Cutter {
         zero_(move.source->shape.size(), 0),
         to_(StepsOf(move.destination_strides, element_bytes_)),
         index_(StepsOf(index_strides_, 1)) {
-    for (size_t i = 0; i < move.source->held->parts.size(); ++i) {
-      const BoundPiece& part = move.source->held->parts[i];
-      parts_.push_back({.piece = &part,
-                        .address = move.held_addresses[i],
-                        .box = MatrixOf(part.box),
-                        .steps = StepsOf(part.strides, held_bytes_)});
+    for (size_t i = 0; i < move.source->held->shards.size(); ++i) {
+      const BoundPiece& shard = move.source->held->shards[i];
+      shards_.push_back({.piece = &shard,
+                         .address = move.held_addresses[i],
+                         .box = MatrixOf(shard.box),
+                         .steps = StepsOf(shard.strides, held_bytes_)});
     }
   }
 
@@ -70,21 +69,21 @@ class Cutter {
     absl::Status status;
     if (ElementCount(*move_.box) == 0) return status;
     const Box blocks = ComputedFrom(derivation_, *move_.box);
-    const auto whole = std::find_if(parts_.begin(), parts_.end(), [&blocks](const Part& part) {
-      return Intersect(part.piece->box, blocks) == blocks;
+    const auto whole = std::find_if(shards_.begin(), shards_.end(), [&blocks](const Shard& shard) {
+      return Contains(shard.piece->box, blocks);
     });
-    if (whole != parts_.end()) parts_ = {*whole};
+    if (whole != shards_.end()) shards_ = {*whole};
     const bool by_rows = derivation_.kind == DerivedKind::kCast || HasSmallBlocks(derivation_.kind);
     derive::ForEachMatrix(*move_.box, [&](const Dims& at) {
       at_ = at;
-      status = by_rows ? CutRows(parts_.front()) : CutBlocks();
+      status = by_rows ? CutRows(shards_.front()) : CutBlocks();
       return status.ok();
     });
     return status;
   }
 
  private:
-  struct Part {
+  struct Shard {
     const BoundPiece* piece = nullptr;
     uint64_t address = 0;
     Matrix box;
@@ -100,31 +99,32 @@ class Cutter {
     // Rows of a matrix that has one block a row are joined; else the blocks of a row.
     const bool joins_rows = block_.columns.size() >= shape_.columns.end;
     for (BlockRun band : bands) {
-      std::vector<const Part*> parts;
-      for (const Part& part : parts_) {
-        if (HasMatrix(*part.piece) && !Common(part.box.rows, band.all).empty()) {
-          parts.push_back(&part);
+      std::vector<const Shard*> shards;
+      for (const Shard& shard : shards_) {
+        if (HasMatrix(*shard.piece) && !Common(shard.box.rows, band.all).empty()) {
+          shards.push_back(&shard);
         }
       }
       if (joins_rows) {
-        REFITD_RETURN_IF_ERROR(Add(parts, band, blocks.front(), band.count, block_.rows.size(), 0));
+        REFITD_RETURN_IF_ERROR(
+            Add(shards, band, blocks.front(), band.count, block_.rows.size(), 0));
         continue;
       }
       for (; band.count > 0; band = After(band, 1, block_.rows.size())) {
         for (const BlockRun& block : blocks) {
-          REFITD_RETURN_IF_ERROR(Add(parts, band, block, block.count, 0, block_.columns.size()));
+          REFITD_RETURN_IF_ERROR(Add(shards, band, block, block.count, 0, block_.columns.size()));
         }
       }
     }
     return absl::OkStatus();
   }
 
-  // Ends runs where a part begins or ends, so that all blocks of a run are cut alike.
+  // Ends runs where a shard begins or ends, so that all blocks of a run are cut alike.
   std::vector<BlockRun> Split(const std::vector<BlockRun>& runs, int64_t block,
                               Range Matrix::*dimension) const {
     std::vector<int64_t> ends;  // numbers of the blocks after them
-    for (const Part& part : parts_) {
-      const Range range = part.box.*dimension;
+    for (const Shard& shard : shards_) {
+      const Range range = shard.box.*dimension;
       for (const int64_t edge : {range.begin, range.end}) {
         ends.push_back(edge / block);
         ends.push_back((edge + block - 1) / block);
@@ -146,7 +146,7 @@ class Cutter {
 
   // Cuts casts, and kinds with small blocks, into bands of whole rows of the box, or pieces of one
   // row.
-  absl::Status CutRows(const Part& part) {
+  absl::Status CutRows(const Shard& shard) {
     const int64_t block = block_.columns.size();
     const int64_t unit = scales_ ? block : 1;  // elements of the source for an element of the box
     // A multiple of the block, so that no block has two tasks.
@@ -161,7 +161,7 @@ class Cutter {
                               std::min((end + block - 1) / block * block, shape_.columns.end)};
         const Range window = scales_ ? Range{blocks.begin, blocks.begin + (end - column) / unit}
                                      : Range{column, end};
-        REFITD_RETURN_IF_ERROR(Add({&part}, {row, 1, all_rows, all_rows},
+        REFITD_RETURN_IF_ERROR(Add({&shard}, {row, 1, all_rows, all_rows},
                                    {column / unit, 1, blocks, window}, 1, 0, 0));
         column = end;
       }
@@ -199,7 +199,7 @@ class Cutter {
 
   // Makes the task of the first block. `rows` and `columns` are the distance from a block to the
   // next, in elements of the source.
-  DeriveTask TaskOf(const Part& part, const BlockRun& band, const BlockRun& block, int64_t rows,
+  DeriveTask TaskOf(const Shard& shard, const BlockRun& band, const BlockRun& block, int64_t rows,
                     int64_t columns) const {
     // In elements of the derived tensor.
     const int64_t row = scales_ ? band.first : band.window.begin;
@@ -208,25 +208,25 @@ class Cutter {
     const int64_t derived_columns = scales_ ? columns / block_.columns.size() : columns;
     DeriveTask task;
     task.source =
-        part.address +
-        static_cast<uint64_t>(LeadingDistance(at_, part.piece->box.offset, part.piece->strides) *
+        shard.address +
+        static_cast<uint64_t>(ElementDistance(at_, shard.piece->box.offset, shard.piece->strides) *
                                   held_bytes_ +
-                              (band.all.begin - part.box.rows.begin) * part.steps.row +
-                              (block.all.begin - part.box.columns.begin) * part.steps.column);
+                              (band.all.begin - shard.box.rows.begin) * shard.steps.row +
+                              (block.all.begin - shard.box.columns.begin) * shard.steps.column);
     if (move_.destination != 0) {
       task.destination =
           move_.destination +
           static_cast<uint64_t>(
-              LeadingDistance(at_, move_.box->offset, move_.destination_strides) * element_bytes_ +
+              ElementDistance(at_, move_.box->offset, move_.destination_strides) * element_bytes_ +
               (row - box_.rows.begin) * to_.row + (column - box_.columns.begin) * to_.column);
     }
-    task.index = static_cast<uint64_t>(LeadingDistance(at_, zero_, index_strides_) +
+    task.index = static_cast<uint64_t>(ElementDistance(at_, zero_, index_strides_) +
                                        row * index_.row + column * index_.column);
-    task.source_row = part.steps.row;
-    task.source_column = part.steps.column;
+    task.source_row = shard.steps.row;
+    task.source_column = shard.steps.column;
     task.source_block = HasSmallBlocks(derivation_.kind)
                             ? shape_.columns.size() / block_.columns.size()
-                            : rows * part.steps.row + columns * part.steps.column;
+                            : rows * shard.steps.row + columns * shard.steps.column;
     task.destination_row = to_.row;
     task.destination_column = to_.column;
     if (move_.destination != 0) {
@@ -251,24 +251,24 @@ class Cutter {
     return task;
   }
 
-  // Adds `count` blocks, at that distance, with a task for each of the parts that has elements of
+  // Adds `count` blocks, at that distance, with a task for each of the shards that has elements of
   // them.
-  absl::Status Add(const std::vector<const Part*>& parts, const BlockRun& band,
+  absl::Status Add(const std::vector<const Shard*>& shards, const BlockRun& band,
                    const BlockRun& block, int64_t count, int64_t rows, int64_t columns) {
     std::vector<DeriveTask>& tasks = block_tasks_;
     tasks.clear();
-    for (const Part* part : parts) {
-      const Matrix held = Common(part->box, {.rows = band.all, .columns = block.all});
+    for (const Shard* shard : shards) {
+      const Matrix held = Common(shard->box, {.rows = band.all, .columns = block.all});
       if (held.empty()) continue;
       if (std::ssize(tasks) == kMaxDeriveParts) {
         return Error(absl::StatusCode::kResourceExhausted,
                      "\"{}\": a block of {} lies in more than {} pieces", move_.source->name,
                      derivation_.from.name, kMaxDeriveParts);
       }
-      tasks.push_back(PartOf(*part, held, band, block, rows, columns));
+      tasks.push_back(PartOf(*shard, held, band, block, rows, columns));
     }
     if (tasks.empty()) {
-      return Error(absl::StatusCode::kInternal, "\"{}\": no part has a block of {}",
+      return Error(absl::StatusCode::kInternal, "\"{}\": no shard has a block of {}",
                    move_.source->name, derivation_.from.name);
     }
     tasks.front().parts = static_cast<uint8_t>(tasks.size());
@@ -294,10 +294,10 @@ class Cutter {
                  "\"{}\" would take more than {} tasks of a device", move_.source->name, most_);
   }
 
-  // Whether the part has elements of the matrix that is cut.
-  bool HasMatrix(const BoundPiece& part) const {
+  // Whether the shard has elements of the matrix that is cut.
+  bool HasMatrix(const BoundPiece& shard) const {
     for (size_t d = 0; d < at_.size(); ++d) {
-      if (at_[d] < part.box.offset[d] || at_[d] >= part.box.offset[d] + part.box.extent[d]) {
+      if (at_[d] < shard.box.offset[d] || at_[d] >= shard.box.offset[d] + shard.box.extent[d]) {
         return false;
       }
     }
@@ -305,7 +305,7 @@ class Cutter {
   }
 
   // The task for the elements `held` of the first block.
-  DeriveTask PartOf(const Part& part, const Matrix& held, const BlockRun& band,
+  DeriveTask PartOf(const Shard& shard, const Matrix& held, const BlockRun& band,
                     const BlockRun& block, int64_t rows, int64_t columns) const {
     Matrix window = Common(held, {.rows = band.window, .columns = block.window});
     // The first task stores a scale, whatever its window.
@@ -315,7 +315,7 @@ class Cutter {
     } else if (scales_ || !stores) {
       window = held;
     }
-    DeriveTask task = TaskOf(part, {band.first, 1, held.rows, window.rows},
+    DeriveTask task = TaskOf(shard, {band.first, 1, held.rows, window.rows},
                              {block.first, 1, held.columns, window.columns}, rows, columns);
     task.place = PlaceOf(band.all.begin, block.all.begin);
     task.parts = 0;
@@ -360,7 +360,7 @@ class Cutter {
   const Dims zero_;
   const Steps to_;
   const Steps index_;
-  std::vector<Part> parts_;
+  std::vector<Shard> shards_;
   Dims at_;                              // the leading dimensions' indices
   std::vector<DeriveTask> block_tasks_;  // of the blocks that are added
 };

@@ -16,7 +16,7 @@ struct DeriveMove {
   const BoundPiece* source = nullptr;  // with `held`
   uint32_t piece = 0;                  // index of `source` in the transfer
   const Box* box = nullptr;
-  std::vector<uint64_t> held_addresses = {};  // of held->parts, for the device that runs the tasks
+  std::vector<uint64_t> held_addresses = {};  // of held->shards, for the device that runs the tasks
   uint64_t destination = 0;  // of the box's first element, for that device; 0: nothing is stored
   Dims destination_strides = {};  // elements
   uint32_t sum = kNoSum;

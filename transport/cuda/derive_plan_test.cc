@@ -132,7 +132,7 @@ struct World {
     const Dims shape = ComputableBox(*derivation, WholeBox(derivation->from.shape))->extent;
     Transfer transfer;
     transfer.source.push_back(
-        {to_dtype, shape, whole, RowMajorStrides(whole.extent), held->parts[0].data, "w.q", held});
+        {to_dtype, shape, whole, RowMajorStrides(whole.extent), held->shards[0].data, "w.q", held});
     transfer.destinations.push_back({{to_dtype, shape, box, to_strides, at, "w.q"}});
     CopyMove move;
     move.box = box;
@@ -262,7 +262,8 @@ TEST_CASE("blocks that shards cut alike share tasks, one for each part") {
       Derivation{{"w", DType::kBFloat16, shape}, DerivedKind::kFp8Block, DerivedRole::kValues});
   HeldPiece held{derivation, {}};
   const auto hold = [&](const Box& box) {
-    held.parts.push_back({DType::kBFloat16, shape, box, RowMajorStrides(box.extent), nullptr, "w"});
+    held.shards.push_back(
+        {DType::kBFloat16, shape, box, RowMajorStrides(box.extent), nullptr, "w"});
   };
   hold({{0, 0}, {200, 1024}});
   hold({{200, 0}, {56, 1024}});
@@ -276,7 +277,7 @@ TEST_CASE("blocks that shards cut alike share tasks, one for each part") {
                     .box = &all,
                     .destination = 1 << 30,
                     .destination_strides = RowMajorStrides(shape)};
-    for (size_t i = 0; i < of.parts.size(); ++i) move.held_addresses.push_back((i + 1) << 20);
+    for (size_t i = 0; i < of.shards.size(); ++i) move.held_addresses.push_back((i + 1) << 20);
     return AddDeriveTasks(move, 1000, tasks);
   };
   std::vector<DeriveTask> tasks;
@@ -294,7 +295,7 @@ TEST_CASE("blocks that shards cut alike share tasks, one for each part") {
   CHECK(tasks[2].source == 2 << 20);
   CHECK(tasks[2].destination == (1 << 30) + 200 * 1024);
 
-  held.parts.pop_back();
+  held.shards.pop_back();
   for (int64_t row = 200; row < 256; ++row) {
     for (int64_t column = 0; column < 1024; column += 16) hold({{row, column}, {1, 16}});
   }
@@ -328,7 +329,7 @@ TEST_CASE("parts that begin at multiples of a vector give what one part gives") 
   for (const Box& box :
        {Box{{0, 0}, {64, 512}}, Box{{64, 0}, {136, 128}}, Box{{64, 128}, {136, 128}},
         Box{{64, 256}, {136, 256}}, Box{{200, 0}, {100, 512}}}) {
-    BoundPiece part = whole.parts[0];
+    BoundPiece part = whole.shards[0];
     part.box = box;
     part.data += (box.offset[0] * 512 + box.offset[1]) * element;
     if (apart) {
@@ -342,7 +343,7 @@ TEST_CASE("parts that begin at multiples of a vector give what one part gives") 
       part.data = rows.data();
       part.strides = {row, 1};
     }
-    cut.parts.push_back(part);
+    cut.shards.push_back(part);
   }
   const Box all = *ComputableBox(*derivation, WholeBox(shape));
   const DType to = role == DerivedRole::kValues ? DType::kFloat8E4M3FN : DType::kFloat32;

@@ -125,7 +125,7 @@ REFITD_DERIVE_CODE float PowerOfTwo(int biased) {
 
 // The scale of a block whose largest magnitude is `amax`, which must be finite.
 REFITD_DERIVE_CODE BlockScale ScaleOf(DerivedKind kind, float amax) {
-  // Where Python code divides a tensor by the number 448, torch on CUDA multiplies by this.
+  // Torch on CUDA multiplies a tensor by this number where Python code divides it by 448.
   constexpr float kPerMax = 1.0F / kE4M3Max;
   const float at_least = amax < 1e-4F ? 1e-4F : amax;
   BlockScale scale = {1.0F, 1.0F, false};

@@ -13,12 +13,12 @@ using derive::Matrix;
 using derive::Range;
 using derive::RowKernels;
 
-struct Place {
+struct Element {
   int64_t row = 0;
   int64_t column = 0;
 };
 
-// The last two dimensions of a held piece at one place of the others.
+// The last two dimensions of a held piece at one index of the others.
 class Plane {
  public:
   explicit Plane(const BoundPiece& held)
@@ -28,8 +28,7 @@ class Plane {
     if (rank >= 2) row_bytes_ = held.strides[rank - 2] * element_bytes_;
   }
   void MoveTo(const Dims& at) {
-    data_ =
-        held_.data + derive::LeadingDistance(at, held_.box.offset, held_.strides) * element_bytes_;
+    data_ = held_.data + ElementDistance(at, held_.box.offset, held_.strides) * element_bytes_;
   }
 
   // The elements `columns` of a row, without gaps. The next call may overwrite them.
@@ -55,9 +54,7 @@ class Plane {
   std::vector<char> gathered_;
 };
 
-bool Contains(const Box& outer, const Box& inner) { return Intersect(outer, inner) == inner; }
-
-// Copies `box` of what is held in parts into one piece without gaps, in `memory`.
+// Copies `box` of what several shards hold into one piece without gaps, in `memory`.
 BoundPiece Gather(const HeldPiece& held, const Box& box, std::vector<char>* memory) {
   const TensorSpec& from = held.derivation->from;
   const int64_t element_bytes = ElementBytes(from.dtype);
@@ -65,15 +62,15 @@ BoundPiece Gather(const HeldPiece& held, const Box& box, std::vector<char>* memo
   BoundPiece all{from.dtype,     from.shape, box, RowMajorStrides(box.extent),
                  memory->data(), from.name};
   const Matrix whole = derive::MatrixOf(box);
-  for (const BoundPiece& part : held.parts) {
-    const std::optional<Box> common = Intersect(part.box, box);
+  for (const BoundPiece& shard : held.shards) {
+    const std::optional<Box> common = Intersect(shard.box, box);
     if (!common.has_value()) continue;
-    Plane plane(part);
+    Plane plane(shard);
     const Matrix matrix = derive::MatrixOf(*common);
     derive::ForEachMatrix(*common, [&](const Dims& at) {
       plane.MoveTo(at);
       for (int64_t row = matrix.rows.begin; row < matrix.rows.end; ++row) {
-        const int64_t to = derive::LeadingDistance(at, box.offset, all.strides) +
+        const int64_t to = ElementDistance(at, box.offset, all.strides) +
                            (row - whole.rows.begin) * whole.columns.size() + matrix.columns.begin -
                            whole.columns.begin;
         std::memcpy(all.data + to * element_bytes, plane.Row(row, matrix.columns),
@@ -106,7 +103,7 @@ class Computation {
     std::optional<Dims> found;
     derive::ForEachMatrix(box_, [&](const Dims& at) {
       plane_.MoveTo(at);
-      const std::optional<Place> fault = RunPlane();
+      const std::optional<Element> fault = RunPlane();
       if (!fault.has_value()) return true;
       found = at;
       if (box_.offset.size() >= 2) found->push_back(fault->row);
@@ -118,7 +115,7 @@ class Computation {
 
  private:
   // Returns an element that has no result.
-  std::optional<Place> RunPlane() {
+  std::optional<Element> RunPlane() {
     if (derivation_.kind == DerivedKind::kCast) {
       for (int64_t row = wanted_.rows.begin; row < wanted_.rows.end; ++row) {
         kernels_.cast(plane_.Row(row, wanted_.columns), derivation_.from.dtype,
@@ -155,7 +152,7 @@ class Computation {
   }
 
   // Fills scales_, by block.
-  std::optional<Place> FindScales(int64_t band, Range blocks) {
+  std::optional<Element> FindScales(int64_t band, Range blocks) {
     amax_.assign(static_cast<size_t>(blocks.size()), 0);
     const Range rows = RowsOf(band);
     const Range columns = {ColumnsOf(blocks.begin).begin, ColumnsOf(blocks.end - 1).end};
@@ -173,7 +170,7 @@ class Computation {
       const uint32_t amax = amax_[static_cast<size_t>(block - blocks.begin)];
       BlockScale scale;
       if (!derive::FindScale(derivation_.kind, amax, &scale)) {
-        return PlaceOf(amax, rows, ColumnsOf(block));
+        return ElementOf(amax, rows, ColumnsOf(block));
       }
       scales_.push_back(scale);
     }
@@ -181,7 +178,7 @@ class Computation {
   }
 
   // The first element with that magnitude.
-  Place PlaceOf(uint32_t amax, Range rows, Range columns) {
+  Element ElementOf(uint32_t amax, Range rows, Range columns) {
     for (int64_t row = rows.begin; row < rows.end; ++row) {
       const char* elements = plane_.Row(row, columns);
       for (int64_t column = columns.begin; column < columns.end; ++column) {
@@ -238,9 +235,9 @@ std::vector<const RowKernels*> AllRowKernels() {
 std::optional<Dims> DeriveBy(const RowKernels& kernels, const HeldPiece& held, DType dtype,
                              const Box& box, char* to) {
   const Box blocks = ComputedFrom(*held.derivation, box);
-  for (const BoundPiece& part : held.parts) {
-    if (!Contains(part.box, blocks)) continue;
-    return Computation(kernels, *held.derivation, part, dtype, box, to).Run();
+  for (const BoundPiece& shard : held.shards) {
+    if (!Contains(shard.box, blocks)) continue;
+    return Computation(kernels, *held.derivation, shard, dtype, box, to).Run();
   }
   thread_local std::vector<char> memory;
   const BoundPiece all = Gather(held, blocks, &memory);

@@ -16,9 +16,9 @@ namespace refitd {
 
 // Computes `box` of the derived tensor, all of whose blocks must be held, and stores it row-major
 // without gaps at `to`. `dtype`: of the derived tensor; `to` is aligned to its size. The box has at
-// least one element. Reads the blocks that the box meets as a whole; blocks of several parts are
+// least one element. Reads the blocks that the box meets as a whole; blocks of several shards are
 // copied together first, for the calling thread, so that each element is read once. Returns the
-// place in the held tensor of an element for which the kind has no result (an infinity, NaN, or a
+// indices in the held tensor of an element for which the kind has no result (an infinity, NaN, or a
 // number whose block has no finite scale); what is stored then is not defined. Casts have results
 // for all elements.
 std::optional<Dims> Derive(const HeldPiece& held, DType dtype, const Box& box, char* to);

@@ -76,13 +76,6 @@ void ForEachMatrix(const Box& box, const Visit& visit) {
   }
 }
 
-// The sum over the dimensions of `at` of the distance from `from`, times the stride.
-inline int64_t LeadingDistance(const Dims& at, const Dims& from, const Dims& strides) {
-  int64_t sum = 0;
-  for (size_t d = 0; d < at.size(); ++d) sum += (at[d] - from[d]) * strides[d];
-  return sum;
-}
-
 }  // namespace refitd::derive
 
 #endif  // REFITD_TRANSPORT_DERIVE_MATRICES_H_

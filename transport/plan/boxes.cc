@@ -108,14 +108,6 @@ bool IsEmpty(const Box& box) {
   return std::any_of(box.extent.begin(), box.extent.end(), [](int64_t n) { return n == 0; });
 }
 
-bool Contains(const Box& outer, const Box& inner) {
-  for (size_t d = 0; d < outer.offset.size(); ++d) {
-    if (inner.offset[d] < outer.offset[d]) return false;
-    if (inner.offset[d] + inner.extent[d] > outer.offset[d] + outer.extent[d]) return false;
-  }
-  return true;
-}
-
 void Subtract(const Box& box, const Box& hole, std::vector<Box>* parts) {
   const std::optional<Box> common = Intersect(box, hole);
   if (!common.has_value()) {
@@ -237,13 +229,8 @@ void CutByHolders(std::vector<OwnedBox>* held, PlanWork* work) {
 }
 
 int64_t ByteOffset(const Piece& piece, const Box& box, int64_t element_bytes) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < box.offset.size(); ++d) {
-    const int64_t steps = box.offset[d] - piece.box.offset[d];
-    // Along a dimension of one element the stride is never used and may be anything.
-    if (steps != 0) elements += steps * piece.strides[d];
-  }
-  return piece.byte_offset + elements * element_bytes;
+  return piece.byte_offset +
+         ElementDistance(box.offset, piece.box.offset, piece.strides) * element_bytes;
 }
 
 int64_t WaterLevel(std::vector<int64_t> loads, int64_t amount) {

@@ -51,7 +51,6 @@ class PlanWork {
 // Orders boxes by offset, then extent.
 bool BoxLess(const Box& a, const Box& b);
 bool IsEmpty(const Box& box);
-bool Contains(const Box& outer, const Box& inner);
 // Whether two boxes share an element. This is Intersect(a, b).has_value() without making the box.
 inline bool Meet(const Box& a, const Box& b) {
   for (size_t d = 0; d < a.offset.size(); ++d) {

@@ -13,7 +13,6 @@
 #define REFITD_TRANSPORT_PLAN_DERIVED_H_
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -43,7 +42,7 @@ std::string Describe(const Derivation& derivation);
 // Returns "float8_e4m3fn [256, 256] (values of ...)"; "bfloat16 [256, 256]" if it is not derived.
 std::string Describe(const TensorSpec& tensor);
 
-// The error for a block without a result. `where` is the place in derivation.from: "element [3,
+// The error for a block without a result. `where` names elements of derivation.from: "element [3,
 // 4]". FAILED_PRECONDITION, with the tensor.
 absl::Status NoResult(const Derivation& derivation, std::string_view where);
 

@@ -38,6 +38,7 @@ std::vector<Box> Outside(const std::vector<Box>& boxes, const Box& hole, PlanWor
 struct Holder {
   uint32_t layout = 0;
   uint32_t piece = 0;
+  bool operator==(const Holder&) const = default;
 };
 
 // The boxes of one tensor that a node's ranks hold, in order, and who holds each.
@@ -92,8 +93,8 @@ class HeldBoxes {
 class DerivedLayouts::Node {
  public:
   Node(const DerivedLayouts& derived, absl::Span<const std::shared_ptr<const Layout>> layouts,
-       HeldParts* parts, PlanWork* work)
-      : layouts_(layouts), parts_(*parts), work_(*work) {
+       ShardBoxes* other_shards, PlanWork* work)
+      : layouts_(layouts), other_shards_(*other_shards), work_(*work) {
     for (uint32_t l = 0; l < layouts.size(); ++l) {
       const TensorList::List& tensors = layouts[l]->tensors;
       std::vector<std::vector<Holder>*> of_tensor(tensors.size());
@@ -126,24 +127,15 @@ class DerivedLayouts::Node {
     return whole;
   }
 
-  // Notes the parts of the blocks `whole`, which the computed piece needs beyond `own`.
-  void AddParts(Holder computed, const Derivation& derivation, const Box& own, const Box& whole) {
-    std::vector<Box> rest = Outside({whole}, own, &work_);
-    if (rest.empty()) return;
-    const HeldBoxes& held = HeldOf(derivation.from);
-    std::vector<HeldPart>& parts = parts_[{computed.layout, computed.piece}];
-    held.Query(whole, &work_, [&](uint32_t i) {
-      if (rest.empty() || Exhausted(parts)) return;
-      const Holder& holder = held.Nearest(i, computed.layout);
-      for (const Box& box : rest) {
-        std::optional<Box> common = Intersect(box, held.box(i));
-        if (!common.has_value()) continue;
-        parts.push_back({holder.layout, holder.piece, *std::move(common)});
-        ++listed_;
-      }
-      rest = Outside(rest, held.box(i), &work_);
-    });
-    too_many_ = too_many_ || Exhausted(parts);
+  // Notes the boxes of the blocks `whole` that the piece `computed` of the extended layout needs
+  // beyond `own`, from which it is computed.
+  void AddShards(Holder own, uint32_t computed, const Derivation& derivation, const Box& whole) {
+    // The values and the scales of one piece come one after the other.
+    if (own != own_) lists_.clear();
+    own_ = own;
+    const auto [it, added] = lists_.try_emplace({whole.offset, whole.extent});
+    if (added) it->second = ListOf(own, derivation, whole);
+    if (it->second != nullptr) other_shards_.emplace(std::pair(own.layout, computed), it->second);
   }
 
   absl::Status Check(const TensorSpec& tensor) const {
@@ -151,16 +143,38 @@ class DerivedLayouts::Node {
     if (!too_many_ && !work_.Over()) return absl::OkStatus();
     return AboutTensor(
         Error(absl::StatusCode::kResourceExhausted,
-              "tensor {}: blocks of {} that shards cut need over {} parts, {} for a box, or {} "
+              "tensor {}: blocks of {} that shards cut need over {} boxes, {} for one box, or {} "
               "steps of planning: use fewer and more regular pieces",
-              tensor.name, tensor.derived->from.name, kMaxPiecesPerLayout, kMaxHeldParts,
+              tensor.name, tensor.derived->from.name, kMaxPiecesPerLayout, kMaxShardBoxes,
               kMaxPlanSteps),
         tensor.name);
   }
 
  private:
-  bool Exhausted(const std::vector<HeldPart>& parts) const {
-    return work_.Over() || listed_ > kMaxPiecesPerLayout || std::ssize(parts) > kMaxHeldParts;
+  bool Exhausted(const std::vector<ShardBox>& list) const {
+    return work_.Over() || listed_ > kMaxPiecesPerLayout || std::ssize(list) > kMaxShardBoxes;
+  }
+
+  // Null: `own` has the blocks.
+  std::shared_ptr<const std::vector<ShardBox>> ListOf(Holder own, const Derivation& derivation,
+                                                      const Box& whole) {
+    std::vector<Box> rest = Outside({whole}, layouts_[own.layout]->pieces[own.piece].box, &work_);
+    if (rest.empty()) return nullptr;
+    const HeldBoxes& held = HeldOf(derivation.from);
+    auto list = std::make_shared<std::vector<ShardBox>>();
+    held.Query(whole, &work_, [&](uint32_t i) {
+      if (rest.empty() || Exhausted(*list)) return;
+      const Holder& holder = held.Nearest(i, own.layout);
+      for (const Box& box : rest) {
+        std::optional<Box> common = Intersect(box, held.box(i));
+        if (!common.has_value()) continue;
+        list->push_back({holder.layout, holder.piece, *std::move(common)});
+        ++listed_;
+      }
+      rest = Outside(rest, held.box(i), &work_);
+    });
+    too_many_ = too_many_ || Exhausted(*list);
+    return list;
   }
 
   // Layouts that disagree about a tensor are refused elsewhere.
@@ -174,11 +188,14 @@ class DerivedLayouts::Node {
   }
 
   const absl::Span<const std::shared_ptr<const Layout>> layouts_;
-  HeldParts& parts_;
+  ShardBoxes& other_shards_;
   PlanWork& work_;
   std::map<Key, std::vector<Holder>> holders_;  // of tensors that are not in boxes_
   std::map<Key, std::unique_ptr<HeldBoxes>> boxes_;
-  int64_t listed_ = 0;  // parts
+  Holder own_;
+  // Of own_, by the offset and extent of the blocks.
+  std::map<std::pair<Dims, Dims>, std::shared_ptr<const std::vector<ShardBox>>> lists_;
+  int64_t listed_ = 0;  // boxes
   bool too_many_ = false;
 };
 
@@ -233,17 +250,16 @@ absl::StatusOr<DerivedLayouts::List> DerivedLayouts::ListOf(const TensorList::Li
   return list;
 }
 
-absl::StatusOr<DerivedLayouts::Alone> DerivedLayouts::ExtendOne(
+absl::StatusOr<std::shared_ptr<const Layout>> DerivedLayouts::ExtendOne(
     const std::shared_ptr<const Layout>& layout, Node* node, uint32_t number) {
   const auto [known, unseen] = lists_.try_emplace(layout->tensors.data());
   if (unseen) {
     REFITD_ASSIGN_OR_RETURN(known->second, ListOf(layout->tensors));
   }
   const List& list = known->second;
-  if (list.tensors == nullptr) return Alone{layout};
+  if (list.tensors == nullptr) return layout;
   auto more = std::make_shared<Layout>(*layout);
   more->tensors = TensorList(list.tensors);
-  bool cuts = false;
   int64_t looked_at = std::ssize(layout->pieces);
   absl::flat_hash_map<uint32_t, Box> last;  // by tensor: pieces of one rank may share blocks
   for (uint32_t p = 0; p < layout->pieces.size(); ++p) {
@@ -258,12 +274,12 @@ absl::StatusOr<DerivedLayouts::Alone> DerivedLayouts::ExtendOne(
       std::vector<Box> boxes;  // whole blocks
       if (around == held.box) {
         boxes = {around};
-      } else if (node != nullptr && MayBeCut(derivation.kind)) {
+      } else if (MayBeCut(derivation.kind)) {
+        if (node == nullptr) return nullptr;
         boxes = node->Whole(derivation, around);
       } else if (const auto box = ComputableBox(derivation, held.box); box.has_value()) {
         boxes = {ComputedFrom(derivation, *box)};
       }
-      cuts = cuts || (around != held.box && MayBeCut(derivation.kind));
       looked_at += std::max<int64_t>(1, std::ssize(boxes));
       if (looked_at > kMaxPiecesPerLayout) return TooManyPieces(tensor.name);
       for (Box& whole : boxes) {
@@ -271,13 +287,13 @@ absl::StatusOr<DerivedLayouts::Alone> DerivedLayouts::ExtendOne(
         Dims strides = RowMajorStrides(box.extent);
         const auto piece = static_cast<uint32_t>(more->pieces.size());
         more->pieces.push_back({t, std::move(box), held.region, 0, std::move(strides), p});
-        if (node != nullptr) node->AddParts({number, piece}, derivation, held.box, whole);
+        if (node != nullptr) node->AddShards({number, p}, piece, derivation, whole);
         last[t] = std::move(whole);
       }
       if (node != nullptr) REFITD_RETURN_IF_ERROR(node->Check(tensor));
     }
   }
-  return Alone{std::move(more), cuts};
+  return more;
 }
 
 absl::StatusOr<DerivedLayouts::Extended> DerivedLayouts::Extend(
@@ -291,14 +307,13 @@ absl::StatusOr<DerivedLayouts::Extended> DerivedLayouts::Extend(
     if (unseen) {
       REFITD_ASSIGN_OR_RETURN(known->second, ExtendOne(node[l], nullptr, l));
     }
-    extended.layouts[l] = known->second.layout;
-    if (known->second.cuts) cut.push_back(l);
+    extended.layouts[l] = known->second;
+    if (known->second == nullptr) cut.push_back(l);
   }
   if (cut.empty()) return extended;
-  Node held(*this, node, &extended.parts, work);
+  Node held(*this, node, &extended.other_shards, work);
   for (const uint32_t l : cut) {
-    REFITD_ASSIGN_OR_RETURN(Alone one, ExtendOne(node[l], &held, l));
-    extended.layouts[l] = std::move(one.layout);
+    REFITD_ASSIGN_OR_RETURN(extended.layouts[l], ExtendOne(node[l], &held, l));
   }
   return extended;
 }

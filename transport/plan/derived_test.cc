@@ -9,6 +9,7 @@
 #include "transport/base/status.h"
 #include "transport/plan/derived_layouts.h"
 #include "transport/plan/node_program.h"
+#include "transport/plan/plan_testing.h"
 #include "transport/plan/refit_plan.h"
 
 namespace refitd {
@@ -177,7 +178,7 @@ TEST_CASE("what another rank holds under the same name in another form is not re
       *derived.Extend({cut, std::make_shared<const Layout>(std::move(other))}, &work);
   REQUIRE(extended.layouts[0]->pieces.size() == 3);
   CHECK(extended.layouts[0]->pieces[1].box == Box{{0, 0}, {128, 256}});
-  CHECK(extended.parts.empty());
+  CHECK(extended.other_shards.empty());
   CHECK(extended.layouts[1]->pieces.size() == 1);
 }
 
@@ -211,8 +212,10 @@ TEST_CASE("pieces of one rank give the blocks that they have together, once") {
   REQUIRE(pieces.size() == 300 + 3 * 2);
   CHECK(pieces[302] == Piece{1, {{128, 0}, {128, 256}}, RegionId(1), 0, {256, 1}, 128});
   CHECK(pieces[303] == Piece{2, {{1, 0}, {1, 2}}, RegionId(1), 0, {2, 1}, 128});
-  CHECK(extended.parts.at({0, 302}).size() == 127);
-  CHECK(extended.parts.at({0, 304}).size() == 43);
+  CHECK(extended.other_shards.at({0, 302})->size() == 127);
+  CHECK(extended.other_shards.at({0, 304})->size() == 43);
+  // Values and scales of the same blocks are computed from the same boxes, which are listed once.
+  CHECK(extended.other_shards.at({0, 302}) == extended.other_shards.at({0, 303}));
 }
 
 TEST_CASE("derivations without end are refused (P10)") {
@@ -360,18 +363,7 @@ struct CutWorld {
     Dims scaled = shape;
     for (size_t d = 0; d < shape.size(); ++d) scaled[d] = (shape[d] + block[d] - 1) / block[d];
     scales = Derived("w.s", DType::kFloat32, scaled, weight, kind, DerivedRole::kScales);
-    std::vector<Box> shards = {WholeBox(shape)};
-    for (int64_t cut = Pick(0, 12); cut > 0; --cut) {
-      Box& box = shards[static_cast<size_t>(Pick(0, std::ssize(shards) - 1))];
-      const auto d = static_cast<size_t>(Pick(0, 2));
-      if (box.extent[d] < 2) continue;
-      const int64_t first = Pick(1, box.extent[d] - 1);
-      Box rest = box;
-      rest.offset[d] += first;
-      rest.extent[d] -= first;
-      box.extent[d] = first;
-      shards.push_back(rest);
-    }
+    const std::vector<Box> shards = CutAnywhere(WholeBox(shape), Pick(0, 12), &rng);
     nodes = static_cast<uint32_t>(Pick(1, 3));
     std::vector<std::vector<Box>> boxes(static_cast<size_t>(Pick(nodes, 8)));
     for (const Box& shard : shards) {
@@ -460,18 +452,18 @@ TEST_CASE("a rank computes the blocks that its node holds and it has a part of, 
           const Piece& piece = layout.pieces[p];
           if (piece.computed_from == kNotComputed) continue;
           const Box from = ComputedFrom(*layout.tensors[piece.tensor].derived, piece.box);
-          std::vector<Box> parts = {layout.pieces[piece.computed_from].box};
-          const auto more = extended.parts.find({l, p});
-          if (more != extended.parts.end()) {
-            for (const HeldPart& part : more->second) {
-              REQUIRE(Contains(layouts[part.layout]->pieces[part.piece].box, part.box));
-              for (const Box& other : parts) REQUIRE_FALSE(Meet(other, part.box));
-              parts.push_back(part.box);
+          std::vector<Box> held = {layout.pieces[piece.computed_from].box};
+          const auto more = extended.other_shards.find({l, p});
+          if (more != extended.other_shards.end()) {
+            for (const ShardBox& shard : *more->second) {
+              REQUIRE(Contains(layouts[shard.layout]->pieces[shard.piece].box, shard.box));
+              for (const Box& other : held) REQUIRE_FALSE(Meet(other, shard.box));
+              held.push_back(shard.box);
             }
           }
           int64_t elements = 0;
-          for (const Box& part : parts) {
-            if (const auto common = Intersect(part, from)) elements += ElementCount(*common);
+          for (const Box& box : held) {
+            if (const auto common = Intersect(box, from)) elements += ElementCount(*common);
           }
           REQUIRE(elements == ElementCount(from));
         }

@@ -704,6 +704,14 @@ std::optional<Box> Intersect(const Box& a, const Box& b) {
   return box;
 }
 
+bool Contains(const Box& outer, const Box& inner) {
+  for (size_t d = 0; d < outer.offset.size(); ++d) {
+    if (inner.offset[d] < outer.offset[d]) return false;
+    if (inner.offset[d] + inner.extent[d] > outer.offset[d] + outer.extent[d]) return false;
+  }
+  return true;
+}
+
 Dims RowMajorStrides(const Dims& extent) {
   Dims strides(extent.size(), 1);
   for (size_t d = extent.size(); d-- > 1;) {

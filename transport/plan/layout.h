@@ -101,6 +101,15 @@ int64_t ElementCount(const Box& box);
 absl::Status ValidateBox(const Box& box, const Dims& shape);
 // The intersection of two boxes of the same rank; nullopt if it is empty.
 std::optional<Box> Intersect(const Box& a, const Box& b);
+// Whether all of `inner` lies in `outer`, which has the same rank.
+bool Contains(const Box& outer, const Box& inner);
+// Returns how many elements of memory lie between two indices of a tensor: the sum over the
+// dimensions of `at` of the distance from `from`, times the stride.
+inline int64_t ElementDistance(const Dims& at, const Dims& from, const Dims& strides) {
+  int64_t sum = 0;
+  for (size_t d = 0; d < at.size(); ++d) sum += (at[d] - from[d]) * strides[d];
+  return sum;
+}
 // Row-major (C order) element strides of a dense array of `extent`.
 Dims RowMajorStrides(const Dims& extent);
 // Returns the row-major index of the box's first element in the global shape.

@@ -132,7 +132,7 @@ class Builder {
     REFITD_ASSIGN_OR_RETURN(DerivedLayouts::Extended extended,
                             DerivedLayouts(plan_.tensors).Extend(layouts, &work_));
     program_.source_layouts = std::move(extended.layouts);
-    program_.held_parts = std::move(extended.parts);
+    program_.other_shards = std::move(extended.other_shards);
     return absl::OkStatus();
   }
 

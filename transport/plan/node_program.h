@@ -176,7 +176,7 @@ class NodeProgram {
   // Of each source: its layout with the tensors that the plan derives from it (DerivedLayouts).
   // Pieces of sources, here and in the streams, are indices into these.
   std::vector<std::shared_ptr<const Layout>> source_layouts;
-  HeldParts held_parts;  // of computed pieces of source_layouts
+  ShardBoxes other_shards;  // of computed pieces of source_layouts
   // Moves from local sources to local destinations, by indices into the lists above, in the order
   // of plan.h.
   MovePlan local;

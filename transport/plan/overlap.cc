@@ -59,7 +59,7 @@ std::optional<Placed> Place(const TensorSpec& tensor, const Piece& piece, int64_
 bool IsPartOf(const Placed& small, const Placed& big, int64_t* steps) {
   const Piece& s = *small.piece;
   const Piece& b = *big.piece;
-  if (Intersect(b.box, s.box) != s.box) return false;
+  if (!Contains(b.box, s.box)) return false;
   const int64_t element = ElementBytes(small.tensor->dtype);
   int64_t at = big.bytes.begin;
   for (size_t d = 0; d < s.box.extent.size(); ++d) {

@@ -51,16 +51,29 @@ void ForEach(const Box& box, const Visit& visit) {
   }
 }
 
+// Cuts a box up to `cuts` times, each time one of the boxes so far, anywhere in any dimension.
+inline std::vector<Box> CutAnywhere(Box whole, int64_t cuts, Rng* rng) {
+  std::vector<Box> boxes = {std::move(whole)};
+  for (; cuts > 0; --cuts) {
+    Box& box = boxes[static_cast<size_t>(Below(rng, std::ssize(boxes)))];
+    const auto d = static_cast<size_t>(Below(rng, std::ssize(box.extent)));
+    if (box.extent[d] < 2) continue;
+    const int64_t first = 1 + Below(rng, box.extent[d] - 1);
+    Box rest = box;
+    rest.offset[d] += first;
+    rest.extent[d] -= first;
+    box.extent[d] = first;
+    boxes.push_back(std::move(rest));
+  }
+  return boxes;
+}
+
 inline int64_t GlobalIndex(const Dims& at, const Dims& shape) {
   return FirstIndex({at, Dims(at.size(), 1)}, shape);
 }
 
 inline int64_t Address(const Piece& piece, const Dims& at, int64_t element_bytes) {
-  int64_t elements = 0;
-  for (size_t d = 0; d < at.size(); ++d) {
-    elements += (at[d] - piece.box.offset[d]) * piece.strides[d];
-  }
-  return piece.byte_offset + elements * element_bytes;
+  return piece.byte_offset + ElementDistance(at, piece.box.offset, piece.strides) * element_bytes;
 }
 
 // A layout under construction whose region holds real bytes.

@@ -1,5 +1,4 @@
-#include "daemon/node/member_attach.h"
-
+// The Attach streams of members, as MemberCalls takes them.
 #include <catch2/catch.hpp>
 #include <chrono>
 #include <memory>
@@ -50,10 +49,10 @@ TEST_CASE("a member whose spec is not the group's is refused and changes nothing
 TEST_CASE("a hello that was malformed ends its stream with its own status") {
   DaemonParts parts;
   const auto inbox = std::make_shared<Inbox>();
-  const MemberId member = parts.attaches().Attach(absl::InvalidArgumentError("rank: -1"), inbox);
+  const MemberId member = parts.calls().Attach(absl::InvalidArgumentError("rank: -1"), inbox);
   CHECK(member != MemberId());
   CHECK(inbox->Ended() == absl::InvalidArgumentError("rank: -1"));
-  parts.attaches().Gone(member, "its stream ended");
+  parts.calls().Gone(member, "its stream ended");
 }
 
 TEST_CASE("limits.max_members counts members that wait, too") {
@@ -65,7 +64,7 @@ TEST_CASE("limits.max_members counts members that wait, too") {
   const absl::Status refused = second.inbox->Ended();
   CHECK(refused.code() == absl::StatusCode::kResourceExhausted);
   CHECK_THAT(Message(refused), Contains("limits.max_members"));
-  parts.attaches().Gone(waits.id, "it left");
+  parts.calls().Gone(waits.id, "it left");
   CHECK(Message(waits.inbox->Ended()) == "the lease ended: it left");
   CHECK(parts.AttachTrainer("g").inbox->welcomed());
 }
@@ -85,9 +84,9 @@ TEST_CASE("a member that detaches ends with OK, and another may come in its plac
   DaemonParts parts;
   const Attached trainer = parts.AttachTrainer("g");
   CHECK(parts.AttachTrainer("g").inbox->Ended().code() == absl::StatusCode::kAlreadyExists);
-  parts.attaches().Detached(trainer.id);
+  parts.calls().Detached(trainer.id);
   CHECK(trainer.inbox->Ended().ok());
-  parts.attaches().Detached(trainer.id);  // once more does nothing
+  parts.calls().Detached(trainer.id);  // once more does nothing
   CHECK(parts.AttachTrainer("g").inbox->welcomed());
 }
 
@@ -131,7 +130,7 @@ TEST_CASE("a member counts against the limits of its identity, which also made t
   REQUIRE(first.inbox->welcomed());
   CHECK_THAT(Message(attach("dns:a", "g").inbox->Ended()),
              Contains("limits.per_identity.members: dns:a has 1"));
-  parts.attaches().Detached(first.id);
+  parts.calls().Detached(first.id);
   CHECK_THAT(Message(attach("dns:a", "h").inbox->Ended()),
              Contains("limits.per_identity.groups: dns:a has 1"));
   CHECK(attach("dns:b", "h").inbox->welcomed());

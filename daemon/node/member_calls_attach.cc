@@ -1,10 +1,9 @@
-#include "daemon/node/member_attach.h"
-
 #include <utility>
 
 #include "daemon/group/tensor_table.h"
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
+#include "daemon/node/member_calls.h"
 #include "daemon/node/restore.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
@@ -67,7 +66,7 @@ absl::StatusOr<std::optional<int>> DeviceOf(const DaemonState& state, const Memb
 
 }  // namespace
 
-MemberId MemberAttach::Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<MemberSink> sink) {
+MemberId MemberCalls::Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<MemberSink> sink) {
   if (arrival.ok()) {
     arrival->record.sink = std::move(sink);
     return Attach(*std::move(arrival));
@@ -76,7 +75,7 @@ MemberId MemberAttach::Attach(absl::StatusOr<Arrival> arrival, std::shared_ptr<M
   return state_.NewMember();
 }
 
-MemberId MemberAttach::Attach(Arrival arrival) {
+MemberId MemberCalls::Attach(Arrival arrival) {
   MemberRecord& record = arrival.record;
   const absl::StatusOr<std::optional<int>> ordinal = DeviceOf(state_, record);
   const MemberId member = state_.NewMember();
@@ -104,7 +103,7 @@ MemberId MemberAttach::Attach(Arrival arrival) {
   return member;
 }
 
-void MemberAttach::Attach(Arrival arrival, StateLock& lock) {
+void MemberCalls::Attach(Arrival arrival, StateLock& lock) {
   const std::string name = arrival.record.group;
   if (absl::Status claimed = ClaimKept(state_, &arrival); !claimed.ok()) {
     return arrival.record.End(std::move(claimed));
@@ -143,9 +142,9 @@ void MemberAttach::Attach(Arrival arrival, StateLock& lock) {
   if (created) peer_server_.AdmitWaiting(name, lock);
 }
 
-absl::StatusOr<GroupRecord*> MemberAttach::GroupFor(const Arrival& arrival,
-                                                    const std::string& coordinator, bool* created,
-                                                    StateLock& lock) {
+absl::StatusOr<GroupRecord*> MemberCalls::GroupFor(const Arrival& arrival,
+                                                   const std::string& coordinator, bool* created,
+                                                   StateLock& lock) {
   const MemberRecord& record = arrival.record;
   if (!coordinator.empty()) {
     REFITD_RETURN_IF_ERROR(CheckSpans(state_, arrival));
@@ -164,13 +163,13 @@ absl::StatusOr<GroupRecord*> MemberAttach::GroupFor(const Arrival& arrival,
   return group;
 }
 
-void MemberAttach::Gone(MemberId member, const std::string& reason) {
-  End(member, reason, LeaseEnded(reason));
+void MemberCalls::Gone(MemberId member, const std::string& reason) {
+  EndAttach(member, reason, LeaseEnded(reason));
 }
 
-void MemberAttach::Detached(MemberId member) { End(member, "it detached", absl::OkStatus()); }
+void MemberCalls::Detached(MemberId member) { EndAttach(member, "it detached", absl::OkStatus()); }
 
-void MemberAttach::End(MemberId member, const std::string& reason, const absl::Status& end) {
+void MemberCalls::EndAttach(MemberId member, const std::string& reason, const absl::Status& end) {
   StateLock lock(&state_.mutex, StateLock::Order::kAhead);
   if (std::optional<PendingAttaches::OfGroup> waited = state_.pending.TakeOfGroup(member)) {
     waited->record.End(end);
