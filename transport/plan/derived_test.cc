@@ -109,6 +109,24 @@ TEST_CASE("a layout has values and scales, and each is checked") {
   CHECK_FALSE(ValidateLayout(Wants({kValues, wrong}), bytes, true).ok());
 }
 
+TEST_CASE("a layout derives so many tensors from one (P10)") {
+  const auto bytes = [](RegionId) { return std::optional<int64_t>(1 << 20); };
+  std::vector<TensorSpec> casts;
+  for (int64_t i = 0; i < kMaxDerivedFrom; ++i) {
+    casts.push_back(Derived("x" + std::to_string(i), DType::kBFloat16, {8},
+                            {"w", DType::kFloat32, {8}}, DerivedKind::kCast));
+  }
+  Layout layout;
+  layout.tensors = TensorList(casts);
+  CHECK(ValidateLayout(layout, bytes, true).ok());
+  casts.push_back(Derived("more", DType::kBFloat16, {8}, {"w", DType::kFloat32, {8}},
+                          DerivedKind::kCast));
+  layout.tensors = TensorList(casts);
+  const absl::Status status = ValidateLayout(layout, bytes, true);
+  CHECK(status.code() == absl::StatusCode::kResourceExhausted);
+  CHECK_THAT(Message(status), Contains("tensor more: over 16 tensors"));
+}
+
 TEST_CASE("a box computes the blocks that it has as a whole") {
   const Derivation& values = *kValues.derived;
   const Derivation& scales = *kScales.derived;
