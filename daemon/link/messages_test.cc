@@ -40,7 +40,7 @@ FIELDS(SlotGrant, a, b)
 FIELDS(TensorSpec, a, b, c, d)
 FIELDS(Derivation, a, b, c)
 FIELDS(TensorRange, a, b, c)
-FIELDS(CheckedBucket, a, b, c, d, e, f, g)
+FIELDS(CheckedBucket, a, b, c, d, e, f, g, h)
 FIELDS(PartContent, a, b, c, d)
 FIELDS(TrainerIdentity, a, b, c, d, e, f, g)
 FIELDS(MemberLost, a, b)
@@ -458,7 +458,12 @@ void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }
 void Agree(Rng& rng, BucketEvent* v) {
   std::optional<SlotGrant> slot;
   FillOne(rng, &slot);
-  v->bucket = SomeBucket(rng, Between(rng, 0, 1'000'000'000'000), slot);
+  auto bucket = std::make_shared<CheckedBucket>(
+      *SomeBucket(rng, Between(rng, 0, 1'000'000'000'000), slot));
+  for (uint32_t t = 0; t < bucket->tensors.size(); ++t) {
+    if (Between(rng, 0, 3) == 0) bucket->unaligned.push_back(t);
+  }
+  v->bucket = std::move(bucket);
 }
 void Agree(Rng& rng, TransferDone* v) {
   v->failed_destination = static_cast<int>(Between(rng, -1, 5));
