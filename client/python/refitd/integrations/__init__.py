@@ -222,7 +222,7 @@ class Sender:
         """Prepares the ranks to compare what they sent; every rank calls this. Raises InvalidArgument where this is another rank's place."""
         self._ranks.join(rank, world_size)
 
-    def refit(self, trainer: Trainer, instances: int, version: int, register: Callable[[], None]) -> UpdateResult:
+    def refit(self, trainer: Trainer, instances: int, version: int, register: Callable[[], None], note: str = "") -> UpdateResult:
         """Installs the shards that `register` registers as `version`. Every rank calls it.
 
         Raises a failure of `register` on every rank before the update begins; else what Trainer.refit raises, and FailedPrecondition
@@ -234,7 +234,8 @@ class Sender:
         except Exception as error:
             failure = error
         self._ranks.raise_alike(failure)
-        result = trainer.refit(version, duration_seconds=self._update_seconds, verification=self._verification)
+        note = note if trainer.rank == 0 else ""
+        result = trainer.refit(version, duration_seconds=self._update_seconds, verification=self._verification, note=note)
         if len(result.instances) != instances:
             raise FailedPrecondition(f"{len(result.instances)} of {instances} engine instances took part in version {version}")
         return result

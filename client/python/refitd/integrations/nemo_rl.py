@@ -73,6 +73,7 @@ class Transport(CheckpointEngine):
         self._rollout: int | None = None  # a rollout worker's number
         self._instances = 0
         self._committed: int | None = None
+        self._syncs = 0
 
     # ---- what NeMo-RL's synchronizer calls ----
 
@@ -122,10 +123,12 @@ class Transport(CheckpointEngine):
         trainer = self._attached_trainer()
         known = self._sender.agree(known_version(trainer, self._committed))
         version = next_version(known)
+        self._syncs += 1
+        note = f"NeMo-RL's sync {self._syncs} of this run"
         if self.sharded:
-            result = await on_thread(self._sender.refit, trainer, self._instances, version, lambda: self._register(trainer, weights))
+            result = await on_thread(self._sender.refit, trainer, self._instances, version, lambda: self._register(trainer, weights), note)
         else:
-            result = await on_thread(self._sender.send, trainer, self._instances, version, weights)
+            result = await on_thread(self._sender.send, trainer, self._instances, version, weights, note)
         self._committed = version
         lost = next((outcome for outcome in result.instances if not outcome.committed), None)
         if lost is not None:

@@ -123,6 +123,7 @@ class Updater:
             raise Unimplemented("the checkpoint is quantized: refitd moves parameters as they are", culprit="quantization_config")
         self.args, self.model = args, model
         self.weight_version = 0
+        self._updates = 0
         self._settings = self.settings
         self._trainer: Trainer | None = None
         self._ranks: Ranks | None = None
@@ -174,7 +175,9 @@ class Updater:
         self._ranks.meet()
         # A trainer that was restarted counts from 0, and the group goes on from its version.
         self.weight_version = max(self._ranks.gather(max(self.weight_version + 1, self._trainer.next_version)))
-        result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds)
+        self._updates += 1
+        note = f"{self.framework}'s update {self._updates} of this run" if self._trainer.rank == 0 else ""
+        result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds, note=note)
         if not result.committed:
             raise UpdateAborted(f"version {self.weight_version}: every engine was lost", culprit="instances")
         self._metrics = {"refitd/seconds": result.seconds, "refitd/bytes": float(result.bytes)}
