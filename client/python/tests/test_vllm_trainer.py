@@ -4,12 +4,10 @@ Where vLLM can't be imported, its classes stand here by what its sources say (FA
 form of 0.33, which tells owners and pieces, and in that of 0.32.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
-import threading
 import types
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -19,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import refitd  # noqa: E402
+from held_engine import INSTANCE, Held, check, tensors_of  # noqa: E402
 from ranks_util import Ranks  # noqa: E402
 from refitd import testing  # noqa: E402
 from refitd.layout import place_in_mesh  # noqa: E402
@@ -79,16 +78,7 @@ if not REAL:
     vars(sys.modules[f"{MODULE}.base"]).update(given)
     sys.modules[f"{MODULE}.factory"].WeightTransferTrainerFactory = _Factory
 
-SECONDS = 300
-GROUP = "trainer"
-INSTANCE = "vllm-0"
-SHAPES = {"a.weight": (7, 4), "b.weight": (4, 6), "c.bias": (5,), "d.weight": (3, 2)}
 RANKS = Ranks(2, gpus=False)
-
-
-def tensors_of(version):
-    generator = torch.Generator().manual_seed(version)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 @dataclass(frozen=True)
@@ -218,32 +208,6 @@ def daemon():
         yield running
 
 
-class Held:
-    """An engine of plain torch on a thread; `by_version`: copies of what it held after each version."""
-
-    def __init__(self, daemon, group):
-        self.by_version, self._closing = {}, threading.Event()
-        self._thread = threading.Thread(target=self._serve, args=(daemon.socket, group), daemon=True)
-        self._thread.start()
-
-    def _serve(self, socket, group):
-        tensors = {name: refitd.empty(shape, torch.float32) for name, shape in SHAPES.items()}
-        options = dict(dirty=True, device="host", socket=socket, connect=refitd.Connect(wait_seconds=SECONDS))
-        with refitd.Engine(group, instance=INSTANCE, **options) as engine:
-            engine.register(tensors)
-            while not self._closing.is_set():
-                event = engine.poll(0.1)
-                if isinstance(event, refitd.Prepare):
-                    with contextlib.suppress(refitd.FailedPrecondition):  # given up meanwhile
-                        event.ready()
-                elif isinstance(event, refitd.Committed):
-                    self.by_version[event.version] = {name: tensor.clone() for name, tensor in tensors.items()}
-
-    def close(self):
-        self._closing.set()
-        self._thread.join()
-
-
 def run(daemon, group, source, steps, **options):
     held = Held(daemon, group)
     try:
@@ -251,11 +215,6 @@ def run(daemon, group, source, steps, **options):
     finally:
         held.close()
     return held, answers
-
-
-def check(held, version, seed):
-    for name, tensor in tensors_of(seed).items():
-        assert torch.equal(held.by_version[version][name], tensor), (version, name)
 
 
 @pytest.mark.skipif(not REAL, reason="vLLM is not here")

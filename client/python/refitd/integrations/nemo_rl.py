@@ -13,6 +13,8 @@ NeMo-RL's loader where they lie in the daemon's memory.
 With `in_place: true` vLLM's workers take nothing in: each is attached by refitd's backend (refitd.integrations.vllm), which vLLM makes where
 `policy.generation.vllm_kwargs.weight_transfer_config` is {"backend": "refitd"}, and the daemon writes the parameters where they are.
 With `sharded: true` besides, the policy's workers register their DTensors, and nothing is gathered.
+
+Of NeMo-RL's inside, `sharded` uses the local variables `model` and `target_dtype` of `dtensor_params_generator`, which its DTensor workers hand over.
 """
 
 from __future__ import annotations

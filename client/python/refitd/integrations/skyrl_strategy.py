@@ -1,7 +1,8 @@
 """SkyRL 0.3.0's weight sync through refitd: a WeightTransferStrategy. refitd.integrations.skyrl installs it.
 
-SkyRL has no registry for strategies. So what is SkyRL's own and not part of an interface is used: its two functions that choose by the backend's name
-are replaced in `weight_sync` and in `inference_servers.utils`, and, with `sharded`, the local `self` of its chunks' generator leads to the extractor's `model`.
+SkyRL has no registry for strategies. So what is SkyRL's own and not part of an interface is used: `get_transfer_strategy_cls` and `get_transfer_strategy`,
+which choose by the backend's name, are replaced in `weight_sync` and in `inference_servers.utils`, and, with `sharded`, the local variable `self` of the
+generator of chunks leads to the extractor's `model`.
 """
 
 from __future__ import annotations

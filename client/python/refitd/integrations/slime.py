@@ -9,6 +9,9 @@ SGLang for an update. To set more than the group, name a function of yours that 
 
 Written from the sources of August 2026 (slime: commit 624b824; miles: commit 31f1ca9). Not for colocated engines, offloaded training, or quantized
 updates. Of miles', updates of LoRA adapters are refused too, and the transfer modes "p2p" and "disk-delta", for which miles has updaters of its own.
+
+Of the frameworks' inside, `UpdateWeightFromDistributed` of `megatron_utils.actor` is replaced, and `named_params_and_buffers` of
+`megatron_utils.update_weight.common` is called.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@
 Engines of the group get the checkpoint's tensors, by the names that save_pretrained() would write, under the version
 `state.global_step`, or the version after the group's where that is greater, as after a restart from an older checkpoint.
 Parameters stay where they are; nothing is gathered.
+
+Of transformers' inside, `core_model_loading.revert_weight_conversion` tells what save_pretrained() would write.
 """
 
 from __future__ import annotations
