@@ -107,6 +107,7 @@ class Extractors:
         from torch.distributed.fsdp import fully_shard
 
         import refitd.integrations.skyrl
+        import refitd.integrations.skyrl_strategy
 
         torch.cuda.current_device = lambda: torch.device("cpu")
         self.rank = rank
@@ -120,8 +121,8 @@ class Extractors:
         for path in ("push", "sharded"):
             connect = refitd.Connect(socket=socket, wait_seconds=SECONDS)
             refitd.integrations.skyrl.install(path, sharded=path == "sharded", device="host", connect=connect, first_version=1)
-            info = refitd.integrations.skyrl.InitInfo(override_existing_receiver=False, group=path, instances=ENGINES)
-            self.senders[path] = refitd.integrations.skyrl.Strategy.create_sender(info, None)
+            info = refitd.integrations.skyrl_strategy.InitInfo(override_existing_receiver=False, group=path, instances=ENGINES)
+            self.senders[path] = refitd.integrations.skyrl_strategy.Strategy.create_sender(info, None)
         # The engines come to the group of broadcasts once they are attached, for which they wait for the senders.
         self.group, self.broadcast = broadcasts(port, 0) if rank == 0 else (None, None)
 

@@ -18,7 +18,7 @@ TOP = "client|daemon|deploy|docs|proto|tests|third_party|tools|transport"
 OWN = ("transport/cuda/", "client/python/refitd/layout/cuda")
 OTHERS = (
     "client/python/refitd/integrations/sglang.py",
-    "client/python/refitd/integrations/skyrl.py",
+    "client/python/refitd/integrations/skyrl_strategy.py",
     "client/python/refitd/integrations/vllm/backend.py",
 )
 TEST_FILE = re.compile(r"(^|/)(tests|examples)/|_test[._]|/test_|_test_util\.|_testing\.")

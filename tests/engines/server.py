@@ -30,14 +30,16 @@ def free_port() -> int:
 class Server:
     """`vllm serve MODEL` with the driver of refitd; ends with the test."""
 
-    def __init__(self, model: Path, log: Path, daemon_socket: str, *arguments: str, **environment: str) -> None:
+    def __init__(self, model: Path, log: Path, daemon_socket: str, *arguments: str, **environment: str | None) -> None:
+        """`environment`: variables, in place of those that are set here; None: not set."""
         self.log = log
         self.port = free_port()
         self._command = [*self.command(model), *arguments]
-        self._environment = {
+        given: dict[str, str | None] = {
             **os.environ, **ENVIRONMENT, "VLLM_PLUGINS": "refitd", "REFITD_GROUP": GROUP, "REFITD_INSTANCE": "vllm-0",
             "REFITD_SOCKET": daemon_socket, **environment,
         }  # fmt: skip
+        self._environment = {name: value for name, value in given.items() if value is not None}
         self.start()
 
     def command(self, model: Path) -> list[str]:

@@ -107,7 +107,7 @@ class EngineProcess:
             environment["REFITD_ENGINES_PLANT"] = json.dumps(plant)
         self._set_up(environment, llm, follow is not None, tp)
         self.log = log
-        options = {"llm": llm, "follow": follow, "follows_between_calls": follows_between_calls, "plant": plant or {}}
+        options = self._options({"llm": llm, "follow": follow, "follows_between_calls": follows_between_calls, "plant": plant or {}})
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
                 [sys.executable, str(HERE / self.program), str(model), json.dumps(options)],
@@ -121,6 +121,10 @@ class EngineProcess:
             )
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options that the program gets."""
+        return options
 
     def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
         if tp == 1:

@@ -736,6 +736,7 @@ class Trainer(Member):
         verification: str | None = None,
         evict_late: bool = False,
         streams: Sequence[Stream] | None = None,
+        note: str = "",
         hold: bool = False,
     ) -> UpdateResult:
         """Installs the registered shards as `version` in every instance; every trainer rank calls it.
@@ -751,6 +752,7 @@ class Trainer(Member):
             evict_late: Whether instances that are late are evicted; else the update aborts.
             streams: The streams (torch.cuda.Stream) with the work that writes the shards, so that other streams go on; None: all streams
                 of the device. Ignored on the host.
+            note: As in update. One rank's is enough; that rank makes one call more to the daemon.
             hold: Whether engines with arenas keep the version before this one: the next update is not staged before `release` or
                 `rollback`. One rank's is enough.
 
@@ -763,6 +765,7 @@ class Trainer(Member):
             FailedPrecondition: Layouts disagree; the error names tensor and rank, and nothing was written.
             Unavailable: The daemon was lost.
         """
+        noted = _note(note)
         version = self._version_for(version)
         rebound = self._renew()
         staged = self._fill(streams)
@@ -770,9 +773,10 @@ class Trainer(Member):
             registration = self._registration
         common = _common(version, duration_seconds, verification, evict_late, hold)
         pushed = registration.pushed_tensors if registration is not None else None
-        if pushed is not None:
-            with self._begin(version, native.sized(native.refit_begin_options, **common), with_layout=True) as update:
-                pushed.push(update)
+        if pushed is not None or noted:
+            with self._begin(version, native.sized(native.refit_begin_options, note=noted, **common), with_layout=True) as update:
+                if pushed is not None:
+                    pushed.push(update)
             assert update.result is not None
             return replace(update.result, staged_bytes=staged, rebound=rebound)
         options, raw = native.sized(native.refit_refit_options, **common), native.sized(native.refit_commit_result)
@@ -888,8 +892,7 @@ class Trainer(Member):
             AlreadyExists: This rank has an update open.
             FailedPrecondition, UpdateAborted: The update can't begin.
         """
-        if "\0" in note:  # C would take the text to end there
-            raise InvalidArgument(f"note {note!r} has a NUL character")
+        noted = _note(note)
         version = self._version_for(version)
         rebound = self._renew() if with_layout else 0
         options = native.sized(
@@ -898,7 +901,7 @@ class Trainer(Member):
             total_bytes=total_bytes or 0,
             broadcast=_number(native.BROADCASTS, broadcast, "broadcast"),
             without_layout=int(not with_layout),
-            note=note.encode() or None,
+            note=noted,
             **_common(version, duration_seconds, verification, evict_late, hold),
         )
         update = self._begin(version, options, with_layout)
@@ -1068,6 +1071,13 @@ def _common(version: int, duration_seconds: float | None, verification: str | No
         "evict_late": int(evict_late),
         "hold": int(hold),
     }
+
+
+def _note(note: str) -> bytes | None:
+    """A note as C takes it. Raises InvalidArgument for a text that C would take to end earlier."""
+    if "\0" in note:
+        raise InvalidArgument(f"note {note!r} has a NUL character", culprit="note")
+    return note.encode() or None
 
 
 def _number(names: dict[Any, int], given: Any, what: str) -> int:

@@ -251,6 +251,14 @@ def test_each_sync_brings_the_policys_tensors_to_every_rollout_worker(daemon):
             equal(held, list(weights_of(version)))
 
 
+def test_a_training_that_resumes_goes_on_with_the_groups_next_version(daemon):
+    for version in (1, 2):
+        errors, rollouts = sync(daemon, "resumed", [good])
+        assert errors == [[None]] * 2
+        equal(rollouts[0].held[0], list(weights_of(1)))
+        assert f"update to version {version}: NeMo-RL's sync 1 of this run" in daemon.read_log()
+
+
 def test_tensors_are_cast_before_they_are_sent(daemon):
     errors, rollouts = sync(daemon, "cast", [good], dtype="bfloat16", exceptions={"*.bias": "float32"})
     assert errors == [[None]] * 2

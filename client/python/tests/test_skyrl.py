@@ -352,6 +352,17 @@ def test_every_sync_reaches_every_engine_to_the_bit(daemon, sharded):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
+def test_a_training_that_resumes_behind_the_groups_version_goes_on_with_the_next(daemon, sharded):
+    for first, version in ((10, 10), (7, 11)):
+        servers, errors = run(daemon, f"resumed-{sharded}", sharded=sharded, versions=(version,), install={"first_version": first})
+        assert errors == [{}, {}]
+        for server in servers:
+            assert list(server.by_version) == [version]
+            check_equal(server.by_version[version], held_by(version))
+    assert "update to version 11: SkyRL's sync 1 of this run" in daemon.read_log()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("engines, halves", [(1, False), (3, False), (1, True)])
 def test_engines_and_their_ranks_need_not_be_as_many_as_trainer_ranks(daemon, sharded, engines, halves):
     servers, errors = run(daemon, f"ranks-{sharded}-{engines}-{halves}", sharded=sharded, versions=(1, 2), engines=engines, halves=halves)
@@ -367,11 +378,12 @@ def join_apart(rank, world, socket, options):
     from skyrl.train.config.config import InferenceEngineConfig
 
     import refitd.integrations.skyrl
+    import refitd.integrations.skyrl_strategy
 
     refitd.integrations.skyrl.install(**{"group": "apart", "socket": socket, "device": "host", "update_seconds": 60.0, **options[rank]})
-    info = refitd.integrations.skyrl.Strategy.create_init_info(InferenceEngineConfig(num_engines=1, weight_sync_backend="refitd"))
+    info = refitd.integrations.skyrl_strategy.Strategy.create_init_info(InferenceEngineConfig(num_engines=1, weight_sync_backend="refitd"))
     try:
-        refitd.integrations.skyrl.Strategy.create_sender(info, None)
+        refitd.integrations.skyrl_strategy.Strategy.create_sender(info, None)
     except refitd.Error as error:
         return f"{type(error).__name__}: {error}"
 
@@ -381,7 +393,7 @@ def join_apart(rank, world, socket, options):
 )
 def test_ranks_that_were_installed_apart_are_refused_on_every_rank_before_any_attaches(daemon, other, said):
     errors = RANKS.run(join_apart, daemon.socket, [{}, other])
-    assert errors == [f"InvalidArgument: rank 1 has {said}: call install() alike on all ranks"] * 2
+    assert errors == [f"InvalidArgument: rank 1 has {said}: they must be alike on all ranks"] * 2
     assert "apart" not in daemon.control("--output", "json", "status")
 
 
@@ -778,8 +790,9 @@ def test_colocated_engines_that_die_in_a_sync_end_it_on_every_rank_and_those_tha
 
 def test_before_install_nothing_is_made(monkeypatch):
     import refitd.integrations.skyrl
+    import refitd.integrations.skyrl_strategy
 
     monkeypatch.setattr(refitd.integrations.skyrl, "_settings", None)
 
     with pytest.raises(refitd.FailedPrecondition, match="install"):
-        refitd.integrations.skyrl.Strategy.create_init_info(None)
+        refitd.integrations.skyrl_strategy.Strategy.create_init_info(None)

@@ -187,6 +187,43 @@ def test_each_update_brings_megatrons_parameters_to_the_engine(tmp_path, moe, ep
     assert torch.equal(held[f"{to}.input_layernorm.weight"], first[f"{layer}.input_layernorm.weight"])
 
 
+def resume(rank, world, socket, framework):
+    """Updates of two trainings, of which the second begins behind the first's version. Returns their versions."""
+    actor = stand_in(framework)
+    UPDATERS[framework].install(arguments(), "resumed", update_seconds=SECONDS, socket=socket, device="host")
+    versions = []
+    for before in (9, 6):
+        updater = actor.UpdateWeightFromDistributed(arguments(), [], dict, model_name="qwen3", quantization_config=None)
+        updater._shards = lambda rank: [refitd.Shard("w", (8,), torch.full((8,), float(before)))]
+        updater.weight_version = before
+        updater.connect_rollout_engines(["engine"], None)
+        updater.update_weights()
+        updater.disconnect_rollout_engines()
+        versions.append(updater.weight_version)
+    return versions
+
+
+@pytest.mark.filterwarnings("ignore::refitd.StagingWarning")
+@pytest.mark.parametrize("framework", FACTS)
+def test_a_training_that_resumes_behind_the_groups_version_goes_on_with_the_next(framework):
+    model = torch.nn.Module()
+    model.register_parameter("w", torch.nn.Parameter(torch.zeros(8), requires_grad=False))
+    refitd.adopt(model)
+
+    def serve(socket):
+        options = dict(clean=False, socket=socket, connect=refitd.Connect(wait_seconds=SECONDS))
+        with refitd.EngineLoop(model, group="resumed", instance="a", names=dict(model.named_parameters()), **options) as loop:
+            loop.wait(11, SECONDS)
+
+    with testing.daemon() as running:
+        serving = threading.Thread(target=serve, args=(running.socket,))
+        serving.start()
+        assert run_ranks(2, resume, running.socket, framework) == [[10, 11]] * 2
+        serving.join()
+        assert f"update to version 11: {framework}'s update 1 of this run" in running.read_log()
+    assert torch.equal(model.w, torch.full((8,), 6.0))
+
+
 @pytest.mark.parametrize("framework", FACTS)
 def test_what_it_does_not_know_is_refused_by_name(monkeypatch, framework):
     stand_in(framework)

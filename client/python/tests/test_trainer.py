@@ -123,6 +123,29 @@ class RefitTest(DaemonTest):
             self.assertEqual(refit(trainers, version), [version, version])
         self.assertEqual(target[:], b"\x01" * (BYTES // 2) + b"\x02" * (BYTES // 2))
 
+    def test_a_note_that_one_rank_gives_with_a_refit_is_in_the_daemons_log(self):
+        trainers, target = [], refitd.Region(BYTES)
+        for rank in range(2):
+            trainers.append(self.trainer(rank=rank, world_size=2))
+            region = refitd.Region(BYTES // 2)
+            region[:] = bytes([rank + 1]) * (BYTES // 2)
+            box = refitd.Box(0, (8 * rank, 0), (8, 8), (8, 1), refitd.RegionMemory(region, 0, BYTES // 2))
+            trainers[rank].register_layout([SPEC], [box])
+        engine = self.engine()
+        engine.register_layout([SPEC], [whole(target, SPEC)])
+        Server(self, engine)
+        with self.assertRaisesRegex(refitd.InvalidArgument, "NUL"):
+            trainers[0].refit(1, note="a\0b")
+        for version, notes in ((1, ("step 7", "")), (2, ("", "")), (3, ("", "step 9"))):
+            with ThreadPoolExecutor(2) as pool:
+                results = list(pool.map(lambda pair: pair[0].refit(version, note=pair[1]), zip(trainers, notes)))
+            self.assertEqual([result.version for result in results], [version, version])
+        self.assertEqual(target[:], b"\x01" * (BYTES // 2) + b"\x02" * (BYTES // 2))
+        log = self.daemon.read_log()
+        self.assertIn("update to version 1: step 7", log)
+        self.assertNotIn("update to version 2:", log)
+        self.assertIn("update to version 3: step 9", log)
+
     def test_a_group_is_begun_anew_by_hand(self):
         first, _, source, _ = self.pair()
         first.refit(5)

@@ -244,6 +244,34 @@ def test_every_second_step_and_the_end_are_refitted(daemon, tmp_path):
         assert versions == [None, 2, 2] and loop.wait(3, 60) == 3
 
 
+@pytest.mark.filterwarnings("ignore::refitd.StagingWarning")
+@pytest.mark.parametrize("on_older, version", [("next", 11), ("refuse", None), ("replace", 7)])
+def test_a_training_that_resumes_behind_the_groups_version(daemon, tmp_path, on_older, version):
+    """By default it goes on with the group's next version, and its step is noted."""
+    model = model_of("llama")
+    model.save_pretrained(tmp_path)
+    engine, group = Engine(tmp_path, None), f"resumed-{on_older}"
+    with refitd.Trainer(group, socket=daemon.socket, device="host"):
+        pass
+
+    def begin(step):
+        callback = RefitCallback(group, on_older=on_older, socket=daemon.socket, device="host")
+        try:
+            callback.on_train_begin(arguments(tmp_path), transformers.TrainerState(global_step=step), None, model=model)
+            return callback.result.version
+        finally:
+            callback.close()
+
+    with refitd.EngineLoop(engine, group=group, instance="a", names=engine.names, socket=daemon.socket) as loop:
+        assert begin(10) == 10 and loop.wait(10, 60) == 10
+        if version is None:
+            with pytest.raises(refitd.FailedPrecondition, match="version"):
+                begin(7)
+            return
+        assert begin(7) == version
+    assert f"update to version {version}: step 7" in daemon.read_log()
+
+
 def test_a_refit_that_fails_ends_training_unless_it_is_tolerated(daemon, tmp_path):
     engine_region = refitd.empty((4,), "float32", like="torch")
 

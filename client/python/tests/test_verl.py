@@ -173,6 +173,19 @@ def test_each_sync_brings_what_verls_own_engine_brings_and_replicas_come_and_go(
         run.close()
 
 
+def test_an_actor_that_resumes_behind_the_groups_version_goes_on_with_the_next(daemon, cluster, tmp_path):
+    folder = checkpoint("dense", tmp_path)
+    for steps, version in ((10, 10), (7, 11)):
+        run = Run(daemon, folder, "resumed", count=1)
+        try:
+            metrics, expected = run.sync(version, steps)
+            assert metrics["refitd/version"] == version
+            equal(run.rollout.held()[0], expected)
+        finally:
+            run.close()
+    assert "update to version 11: verl's global step 7" in daemon.read_log()
+
+
 def test_a_rollout_that_fails_or_dies_ends_the_sync_before_generation_resumes(daemon, cluster, tmp_path):
     run = Run(daemon, checkpoint("dense", tmp_path), "rollout-fails")
     try:

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import re
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # until Python 3.10 not the built-in one
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -58,7 +63,7 @@ class Casts:
         self._exceptions = [(compiled(pattern), other) for pattern, other in of_patterns.items()]
         self._rules = of_patterns
 
-    def rules(self, otherwise: torch.dtype) -> tuple[torch.dtype, dict[str, torch.dtype | None]]:
+    def rules(self, otherwise: torch.dtype | None) -> tuple[torch.dtype | None, dict[str, torch.dtype | None]]:
         """The dtype and the exceptions for Trainer.register; `otherwise`: the dtype where none was configured."""
         return self._dtype or otherwise, dict(self._rules)
 
@@ -181,6 +186,15 @@ class Ranks:
         distributed.all_gather_object(values, value, group=self._processes)
         return values
 
+    def compare(self, **values: Any) -> None:
+        """Raises InvalidArgument on every rank where a rank has another of the values than rank 0, naming both."""
+        answers = self.gather(values)
+        for rank, theirs in enumerate(answers):
+            for name, first in answers[0].items():
+                if theirs[name] != first:
+                    why = f"rank {rank} has {name} {theirs[name]!r}, and rank 0 has {first!r}: they must be alike on all ranks"
+                    raise InvalidArgument(why, culprit=f"trainer rank {rank}")
+
     def raise_alike(self, failure: Exception | None, value: Any = None) -> list[Any]:
         """The values of all ranks, by rank. Where a rank has a failure, raises it on that rank, and on the others UpdateAborted, which
         names the rank."""
@@ -208,7 +222,7 @@ class Sender:
         """Prepares the ranks to compare what they sent; every rank calls this. Raises InvalidArgument where this is another rank's place."""
         self._ranks.join(rank, world_size)
 
-    def refit(self, trainer: Trainer, instances: int, version: int, register: Callable[[], None]) -> UpdateResult:
+    def refit(self, trainer: Trainer, instances: int, version: int, register: Callable[[], None], note: str = "") -> UpdateResult:
         """Installs the shards that `register` registers as `version`. Every rank calls it.
 
         Raises a failure of `register` on every rank before the update begins; else what Trainer.refit raises, and FailedPrecondition
@@ -220,7 +234,8 @@ class Sender:
         except Exception as error:
             failure = error
         self._ranks.raise_alike(failure)
-        result = trainer.refit(version, duration_seconds=self._update_seconds, verification=self._verification)
+        note = note if trainer.rank == 0 else ""
+        result = trainer.refit(version, duration_seconds=self._update_seconds, verification=self._verification, note=note)
         if len(result.instances) != instances:
             raise FailedPrecondition(f"{len(result.instances)} of {instances} engine instances took part in version {version}")
         return result
@@ -281,6 +296,90 @@ class Sender:
             if entries != lists[0]:
                 name = first_difference(lists[0], entries)
                 raise InvalidArgument(f"trainer rank {rank} has other tensors than rank 0, first at '{name}'", tensor=name)
+
+
+# How long an update goes on after engines failed to take its version, until the daemon ends it with its own reason; then rank 0 gives it up.
+ACCOUNT_SECONDS = 5.0
+# How long a failed sync waits for the engines' answers, before its error is raised.
+ANSWER_SECONDS = 30.0
+# The pause between two attempts to give up an update that this rank may not have begun yet.
+_ABORT_SECONDS = 0.2
+
+logger = logging.getLogger("refitd.integrations")
+
+
+def install(
+    ranks: Ranks, trainer: Trainer, version: int, send: Callable[[], UpdateResult], take: Callable[[], None] | None, seconds: float
+) -> UpdateResult:
+    """Installs a version in engines that take it only when they are called. Every rank calls it.
+
+    `send`: this rank's part of the update. `take`: lets the engines take the version, and returns when they have taken it; it runs on a thread beside
+    `send`; None on ranks that do not call engines. `seconds`: how long engines may take after the commit.
+
+    A failure is raised on every rank: that of `send`; UpdateAborted where `take` failed first, which gives the update up, or another rank failed;
+    FailedPrecondition where an engine can't use a version that was committed.
+    """
+    failure: Exception | None = None
+    result: UpdateResult | None = None
+    taking = None if take is None else _Taking(trainer, version, take)
+    try:
+        result = send()
+    except Exception as error:
+        failure = error
+    finally:
+        if taking is not None:
+            taking.over.set()
+    if taking is not None:
+        failure = taking.failure_beside(failure, seconds)
+    try:
+        ranks.raise_alike(failure)
+    except RuntimeError:
+        raise failure or DeadlineExceeded(f"version {version}: a trainer rank did not tell its outcome in time") from None
+    assert result is not None
+    return result
+
+
+class _Taking:
+    """The engines' part of an update, on a thread. `over`: this rank's part has ended."""
+
+    def __init__(self, trainer: Trainer, version: int, take: Callable[[], None]) -> None:
+        self.over = threading.Event()
+        self._version = version
+        self._taken: Future[None] = Future()
+        take_devices = devices.thread_devices()
+
+        def run() -> None:
+            try:
+                take_devices()
+                take()
+            except BaseException as error:
+                self._taken.set_exception(error)
+                self._give_up(trainer, error)
+            else:
+                self._taken.set_result(None)
+
+        threading.Thread(target=run, name="refitd-engines", daemon=True).start()  # its calls may have no end
+
+    def _give_up(self, trainer: Trainer, error: BaseException) -> None:
+        reason = f"an engine did not take version {self._version}: {error}"
+        self.over.wait(ACCOUNT_SECONDS)
+        while not self.over.is_set():
+            with suppress(Error):  # this rank has not begun the update yet, or has ended it
+                trainer.abort(self._version, reason)
+            self.over.wait(_ABORT_SECONDS)
+
+    def failure_beside(self, failure: Exception | None, seconds: float) -> Exception | None:
+        """What failed, where `failure` is that of this rank's part."""
+        try:
+            error = self._taken.exception(seconds if failure is None else ANSWER_SECONDS)
+        except FutureTimeout:
+            error = TimeoutError(f"no answer within {seconds:.0f} s")
+        if failure is None:
+            what = f"version {self._version} was committed, and an engine can't use it: {error}"
+            return None if error is None else FailedPrecondition(what)
+        # An engine that still waits for the update to begin is freed by the next update, or when its time has passed.
+        logger.info("refitd: version %d failed, and the engines answered: %s", self._version, error)
+        return failure
 
 
 class _Sent:

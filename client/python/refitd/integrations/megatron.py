@@ -32,6 +32,8 @@ classes are DirectMapping, ReplicatedMapping, ColumnParallelMapping, RowParallel
 themselves: their subclasses change values or shapes, and are refused by name, as all others are.
 
 Imports neither Bridge nor Megatron, but for the ranks of data parallelism where none are given.
+
+Of Bridge's inside, `AutoMapping._get_or_create_mapping` and `AutoMapping._detect_parallelism_type` are called.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ NeMo-RL's loader where they lie in the daemon's memory.
 With `in_place: true` vLLM's workers take nothing in: each is attached by refitd's backend (refitd.integrations.vllm), which vLLM makes where
 `policy.generation.vllm_kwargs.weight_transfer_config` is {"backend": "refitd"}, and the daemon writes the parameters where they are.
 With `sharded: true` besides, the policy's workers register their DTensors, and nothing is gathered.
+
+Of NeMo-RL's inside, `sharded` uses the local variables `model` and `target_dtype` of `dtensor_params_generator`, which its DTensor workers hand over.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class Transport(CheckpointEngine):
         self._rollout: int | None = None  # a rollout worker's number
         self._instances = 0
         self._committed: int | None = None
+        self._syncs = 0
 
     # ---- what NeMo-RL's synchronizer calls ----
 
@@ -122,10 +125,12 @@ class Transport(CheckpointEngine):
         trainer = self._attached_trainer()
         known = self._sender.agree(known_version(trainer, self._committed))
         version = next_version(known)
+        self._syncs += 1
+        note = f"NeMo-RL's sync {self._syncs} of this run"
         if self.sharded:
-            result = await on_thread(self._sender.refit, trainer, self._instances, version, lambda: self._register(trainer, weights))
+            result = await on_thread(self._sender.refit, trainer, self._instances, version, lambda: self._register(trainer, weights), note)
         else:
-            result = await on_thread(self._sender.send, trainer, self._instances, version, weights)
+            result = await on_thread(self._sender.send, trainer, self._instances, version, weights, note)
         self._committed = version
         lost = next((outcome for outcome in result.instances if not outcome.committed), None)
         if lost is not None:

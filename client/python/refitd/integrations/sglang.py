@@ -8,6 +8,9 @@ evidence that tells which parameters may be written in place; the driver beside 
 
 What is the same for all engines comes from `refitd.serving`, whose modules import no engine. SGLang and torch are imported
 where they are used only.
+
+Of SGLang's inside, the hooks are of `SchedulerWeightUpdaterManager.update_weights_from_tensor`, `post_load_weights` and `DummyModelLoader.load_model` of the
+model loader, `_setup_and_run_http_server`, and `TokenizerManager.release_memory_occupation` and `resume_memory_occupation`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ SGLang for an update. To set more than the group, name a function of yours that 
 
 Written from the sources of August 2026 (slime: commit 624b824; miles: commit 31f1ca9). Not for colocated engines, offloaded training, or quantized
 updates. Of miles', updates of LoRA adapters are refused too, and the transfer modes "p2p" and "disk-delta", for which miles has updaters of its own.
+
+Of the frameworks' inside, `UpdateWeightFromDistributed` of `megatron_utils.actor` is replaced, and `named_params_and_buffers` of
+`megatron_utils.update_weight.common` is called.
 """
 
 from __future__ import annotations
@@ -117,6 +120,7 @@ class Updater:
             raise Unimplemented("the checkpoint is quantized: refitd moves parameters as they are", culprit="quantization_config")
         self.args, self.model = args, model
         self.weight_version = 0
+        self._updates = 0
         self._settings = self.settings
         self._trainer: Trainer | None = None
         self._ranks: Ranks | None = None
@@ -170,7 +174,9 @@ class Updater:
         self._ranks.meet()
         # A trainer that was restarted counts from 0, and the group goes on from its version.
         self.weight_version = max(self._ranks.gather(max(self.weight_version + 1, self._trainer.next_version)))
-        result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds)
+        self._updates += 1
+        note = f"{self.framework}'s update {self._updates} of this run" if self._trainer.rank == 0 else ""
+        result = self._trainer.refit(self.weight_version, duration_seconds=self._settings.update_seconds, note=note)
         if not result.committed:
             raise UpdateAborted(f"version {self.weight_version}: every engine was lost", culprit="instances")
         self._metrics = {"refitd/seconds": result.seconds, "refitd/bytes": float(result.bytes)}

@@ -8,6 +8,8 @@
 Engines of the group get the checkpoint's tensors, by the names that save_pretrained() would write, under the version
 `state.global_step`, or the version after the group's where that is greater, as after a restart from an older checkpoint.
 Parameters stay where they are; nothing is gathered.
+
+Of transformers' inside, `core_model_loading.revert_weight_conversion` tells what save_pretrained() would write.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class RefitCallback(transformers.TrainerCallback):
         shards: Callable[[Any], Any] | None = None,
         tolerate: int = 0,
         spec: GroupSpec | None = GroupSpec(),
-        on_older: str = "refuse",
+        on_older: str = "next",
         device: str | None = None,
         socket: str | None = None,
         connect: Connect = Connect(),
@@ -59,8 +61,8 @@ class RefitCallback(transformers.TrainerCallback):
         `at_begin`: refit the weights with which training begins, so that engines may have started without weights. `dtype`, `exceptions`:
         as in Trainer.register. `shards`: what to register of the model, in place of checkpoint_tensors(model). `tolerate`: how many
         updates in a row may end as UpdateAborted with the engines' old weights whole: each is a warning, and the next step's refit
-        brings the newer weights. `spec`, `on_older`, `device`, `socket`, `connect`: as in refitd.Trainer; rank and world size are those
-        of the training.
+        brings the newer weights. `on_older`: what happens where the group has the step, or a later one, as a version: "next" goes on with the group's next
+        version, "refuse" and "replace" as in refitd.Trainer. `spec`, `device`, `socket`, `connect`: as in refitd.Trainer; rank and world size are those of the training.
 
         Raises InvalidArgument. Errors of refits are raised by train().
         """
@@ -71,6 +73,7 @@ class RefitCallback(transformers.TrainerCallback):
         self._every, self._at_begin, self._tolerate = every, at_begin, tolerate
         self._dtype, self._exceptions = dtype, exceptions
         self._shards = shards
+        self._goes_on = on_older == "next"
         self._attach = partial(Trainer, group, spec=spec, on_older=on_older, device=device, socket=socket, connect=connect)
         self._refitted: int | None = None
         self._failures = 0
@@ -110,9 +113,9 @@ class RefitCallback(transformers.TrainerCallback):
     def _refit(self, step: int) -> None:
         if self.trainer is None:
             raise FailedPrecondition("the callback was added after training began")
-        version = next_version(self.trainer.group_version, step)
+        version = next_version(self.trainer.group_version, step) if self._goes_on else step
         try:
-            self.result = self.trainer.refit(version)
+            self.result = self.trainer.refit(version, note=f"step {step}" if self.trainer.rank == 0 else "")
         except UpdateAborted as error:
             self._failures += 1
             if error.dirty is not False or self._failures > self._tolerate:

@@ -14,6 +14,9 @@ With `in_place: true` and vLLM as the rollout, the workers take nothing: vLLM's 
 and the daemon writes their parameters where they are. For that, verl's adapter of vLLM gets one more wire format (vLLM 0.25 and later, started
 with `rollout.engine_kwargs.vllm.weight_transfer_config={"backend": "refitd"}`). vLLM's processes are attached for one sync at a time: verl's
 manager may put vLLM to sleep before it, which moves the parameters' memory, and may take a replica away after it.
+
+Of verl's inside, `in_place` uses `verl.workers.rollout.base._ROLLOUT_REGISTRY`, and of verl's ServerAdapter of vLLM the methods `_ensure_server_handle` and
+`_execute_method`.
 """
 
 from __future__ import annotations

@@ -374,6 +374,12 @@ def place(name: str, tensor: Any, rank: int) -> Placed:
     return placed
 
 
+def place_in_mesh(shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], dims: Sequence[int | None]) -> Placed:
+    """Finds what the rank at `coordinate` of a mesh of shape `mesh` holds of a tensor. `dims`: for each dimension of the mesh the dimension of the
+    tensor that it cuts as torch.chunk does, or None where it replicates."""
+    return _place(tuple(shape), tuple(mesh), tuple(coordinate), tuple(("replicate",) if dim is None else ("shard", dim) for dim in dims))
+
+
 @lru_cache(maxsize=65536)
 def _place(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Any, ...]) -> Placed:
     """place() by values, which many tensors have in common."""
