@@ -46,6 +46,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-sliding": ("Gemma2", dict(sliding_window=64, tie_word_embeddings=True, query_pre_attn_scalar=64)),
     "gemma3-tied": ("Gemma3", dict(sliding_window=64, tie_word_embeddings=True, query_pre_attn_scalar=64)),
     "qwen3-moe": ("Qwen3Moe", dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, **_EXPERTS)),
+    # Each of two ranks has whole blocks of 128 of all layers.
+    "qwen3-moe-wide": (
+        "Qwen3Moe",
+        dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, num_key_value_heads=4, **{**_EXPERTS, "moe_intermediate_size": 256}),
+    ),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
     "deepseek-v2-lite": (
         "DeepseekV2",
