@@ -713,14 +713,16 @@ def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]
 
 
 def _padded(held: Sequence[_Entry], captured: Any, inside: Any) -> list[str]:
-    """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only."""
+    """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only, but for buffers that loaders only
+    read, such as the table of a rank's own experts."""
     padded, unfilled = [], {}
     for entry in held:
-        if entry.name in captured.unfilled:
+        left = captured.unfilled.get(entry.name, 0)
+        if left and (entry.is_parameter or left < entry.tensor.numel()):
             if inside.is_vocabulary(entry.module):
                 padded.append(entry.name)
             else:
-                unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
+                unfilled[entry.name] = f"is filled but for {left} elements"
     _refuse(unfilled, "parameters are filled in part only")
     return padded
 
