@@ -109,12 +109,15 @@ def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
 
 
 def quantise(checkpoint: Path, out: Path, how: Callable[[Any], tuple[Any, Any]]) -> None:
-    """Writes the checkpoint with linear layers that are quantised in blocks: `how` makes a weight's values and scales."""
+    """Writes the checkpoint with linear layers and experts that are quantised in blocks: `how` makes a weight's values and scales."""
     shutil.copytree(checkpoint, out)
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISED["qwen3-fp8"]}))
+    loaded = load_file(checkpoint / "model.safetensors")
+    routers = [key.removesuffix(".weight") for key in loaded if key.endswith(".mlp.gate.weight")]
+    quantisation = {**QUANTISED["qwen3-fp8"], **({"modules_to_not_convert": routers} if routers else {})}
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
     tensors = {}
-    for key, tensor in load_file(checkpoint / "model.safetensors").items():
+    for key, tensor in loaded.items():
         tensors[key] = tensor
         if key.endswith("_proj.weight"):
             tensors[key], tensors[f"{key}_scale_inv"] = how(tensor)

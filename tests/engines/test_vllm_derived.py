@@ -317,7 +317,7 @@ def test_a_quantised_checkpoint_whose_experts_have_a_kernel_with_another_format_
 ) -> None:
     support.serve_blocks(monkeypatch, "swapped")
     source, quantised = quantised_experts(folder, tmp_path)
-    culprit = r"'model.layers.0.mlp.experts.0.gate_proj.weight' is quantised .*, and can't be derived: '.*w13_weight' .*the bytes of 'w13_weight' were changed"
+    culprit = r"'model.layers.0.mlp.experts.0.down_proj.weight' is quantised .*, and can't be derived: '.*w2_weight' the bytes of 'w13_weight' were changed"
     check_refused(EngineProcess, daemon, quantised, tmp_path, culprit, manifest=str(source))
 
 

@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from refitd.layout import TensorSpec  # noqa: E402
-from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.layout.capture import Copy, Processed  # noqa: E402
-from refitd.serving import Settings, derived  # noqa: E402
+from refitd.errors import FailedPrecondition, InvalidArgument  # noqa: E402
+from refitd.layout.capture import Copy, Processed, capture  # noqa: E402
+from refitd.serving import Settings, delivery, derived  # noqa: E402
 from refitd.serving.derived import NotDerived, Quantised, Requantised  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -160,6 +160,47 @@ class ExpertsTest(unittest.TestCase):
         module.w13_weight_scale_inv = nn.Parameter(torch.zeros(1, 4, 2), requires_grad=False)  # of blocks of 64
         with self.assertRaisesRegex(NotDerived, r"'w13_weight_scale_inv' is torch.float32 \(1, 4, 2\) after loading, not float32 \(1, 2, 1\)"):
             derived.parts_of(block, "fp8_block", module, loaded((1, 256, 128), (0, (0, 0), (256, 128), (0, 0, 0))), specs((256, 128)))
+
+
+class Experts(nn.Module):
+    """Two of four experts, whose loader looks their places up in a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.tensor([-1, 0, -1, 1]))
+        self.register_buffer("running", torch.zeros(4))
+        self.w = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+        self.into = self.w.data
+
+    def load_weights(self, tensors):
+        for name, tensor in tensors:
+            place = int(self.table[int(name)])
+            if place >= 0:
+                self.into[place].copy_(tensor)
+
+
+class TableTest(unittest.TestCase):
+    """Which parameters and buffers a loader fills in part."""
+
+    def padded(self, model, count=4):
+        held = [delivery._Entry(name, model, tensor, name == "w") for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+        found = capture(model.load_weights, [TensorSpec(str(i), "float32", (4,)) for i in range(count)])
+        return delivery._padded(held, found, types.SimpleNamespace(is_vocabulary=lambda module: False))
+
+    def test_a_table_that_is_only_read_is_no_parameter_that_is_filled_in_part(self):
+        self.assertEqual(self.padded(Experts()), [])
+
+    def test_a_parameter_that_lacks_an_expert_is_named(self):
+        with self.assertRaisesRegex(FailedPrecondition, "'w' is filled but for 4 elements"):
+            self.padded(Experts(), count=3)
+
+    def test_a_buffer_that_is_filled_in_part_is_named(self):
+        model = Experts()
+        model.running = torch.zeros(3, 4)
+        model.into = model.running
+        model.w.data.zero_()
+        with self.assertRaisesRegex(FailedPrecondition, "'running' is filled but for 4 elements"):
+            self.padded(model)
 
 
 class CompareTest(unittest.TestCase):
