@@ -46,6 +46,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-sliding": ("Gemma2", dict(sliding_window=64, tie_word_embeddings=True, query_pre_attn_scalar=64)),
     "gemma3-tied": ("Gemma3", dict(sliding_window=64, tie_word_embeddings=True, query_pre_attn_scalar=64)),
     "qwen3-moe": ("Qwen3Moe", dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, **_EXPERTS)),
+    # Each of two ranks has whole blocks of 128 of all layers.
+    "qwen3-moe-wide": (
+        "Qwen3Moe",
+        dict(decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, num_key_value_heads=4, **{**_EXPERTS, "moe_intermediate_size": 256}),
+    ),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
     "deepseek-v2-lite": (
         "DeepseekV2",
@@ -104,12 +109,15 @@ def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
 
 
 def quantise(checkpoint: Path, out: Path, how: Callable[[Any], tuple[Any, Any]]) -> None:
-    """Writes the checkpoint with linear layers that are quantised in blocks: `how` makes a weight's values and scales."""
+    """Writes the checkpoint with linear layers and experts that are quantised in blocks: `how` makes a weight's values and scales."""
     shutil.copytree(checkpoint, out)
     config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "quantization_config": QUANTISED["qwen3-fp8"]}))
+    loaded = load_file(checkpoint / "model.safetensors")
+    routers = [key.removesuffix(".weight") for key in loaded if key.endswith(".mlp.gate.weight")]
+    quantisation = {**QUANTISED["qwen3-fp8"], **({"modules_to_not_convert": routers} if routers else {})}
+    (out / "config.json").write_text(json.dumps({**config, "quantization_config": quantisation}))
     tensors = {}
-    for key, tensor in load_file(checkpoint / "model.safetensors").items():
+    for key, tensor in loaded.items():
         tensors[key] = tensor
         if key.endswith("_proj.weight"):
             tensors[key], tensors[f"{key}_scale_inv"] = how(tensor)

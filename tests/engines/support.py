@@ -475,9 +475,9 @@ def kill(engine: Any, daemon: Any, version: int, ranks: int = 1) -> None:
         time.sleep(0.05)
 
 
-def serve_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def serve_blocks(monkeypatch: pytest.MonkeyPatch, how: str = "plain") -> None:
     """Lets engines serve FP8 weights in blocks on this CPU (startup/sitecustomize.py)."""
-    monkeypatch.setenv("REFITD_ENGINES_BLOCKS", "1")
+    monkeypatch.setenv("REFITD_ENGINES_BLOCKS", how)
     monkeypatch.setenv("PYTHONPATH", f"{HERE / 'startup'}:{HERE}:{os.environ['PYTHONPATH']}")
 
 
@@ -494,20 +494,20 @@ def quantised_in_blocks(weight: torch.Tensor, reciprocal: bool) -> tuple[torch.T
 
 
 def check_trainers_feed_a_quantised_checkpoint(
-    kind: type[EngineProcess], folder: Path, daemon: Any, tmp_path: Path, how: str, tp: int = 1
+    kind: type[EngineProcess], folder: Path, daemon: Any, tmp_path: Path, how: str, name: str = "qwen3", **llm: Any
 ) -> None:
     """After each version the engine, which was started with a checkpoint that is quantised in blocks, has the parameters and tokens of an engine that
     loaded the trainers' bfloat16 checkpoint, quantised as the kind `how` says."""
-    sources = {seed: models.make("qwen3", folder, seed) for seed in (1, 2)}
+    sources = {seed: models.make(name, folder, seed) for seed in (1, 2)}
     quantised = {seed: tmp_path / f"quantised-{seed}" for seed in sources}
     for seed, path in quantised.items():
         models.quantise(sources[seed], path, lambda weight: quantised_in_blocks(weight, how == "fp8_block_reciprocal"))
-    expected = {seed: fresh(kind, path, tmp_path, dtype="bfloat16", tp=tp) for seed, path in quantised.items()}
+    expected = {seed: fresh(kind, path, tmp_path, dtype="bfloat16", **llm) for seed, path in quantised.items()}
     assert expected[1][0].differ_from(expected[2][0]), "the two checkpoints give the same tokens: the test could not fail"
     trainer = CheckpointTrainer(daemon.socket, sources[1])
     follow = following(daemon, derived=None if how == "fp8_block" else how, manifest=str(sources[1]))  # which is the default
     try:
-        with kind(quantised[1], tmp_path / "live.log", follow=follow, dtype="bfloat16", tp=tp) as engine:
+        with kind(quantised[1], tmp_path / "live.log", follow=follow, dtype="bfloat16", **llm) as engine:
             engine.started()
             for version, seed in enumerate((2, 1, 2), 1):
                 update(engine, trainer, version, sources[seed])
@@ -608,12 +608,13 @@ def check_restarts_after(
 
 
 def check_refused(
-    kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, plant: dict[str, Any] | None = None, **options: Any
-) -> None:
-    """The engine does not attach, and the error names the culprit. `options`: of `follow`."""
+    kind: type[EngineProcess], daemon: Any, checkpoint: Path, tmp_path: Path, culprit: str, plant: dict[str, Any] | None = None,
+    llm: dict[str, Any] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """The engine does not attach, and the error names the culprit. `llm`: options of the engine; `options`: of `follow`."""
     trainer = CheckpointTrainer(daemon.socket, checkpoint)
     try:
-        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16", plant=plant) as engine:
+        with kind(checkpoint, tmp_path / "live.log", follow=following(daemon, **options), dtype="bfloat16", plant=plant, **(llm or {})) as engine:
             with pytest.raises(EngineFailed, match=culprit):
                 engine.started()
     finally:

@@ -82,12 +82,21 @@ def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_
     check_five_versions(name, folder, daemon, tmp_path, tp=2)
 
 
-@pytest.mark.parametrize("how", ["fp8_block", "fp8_block_reciprocal"])
+@pytest.mark.parametrize(
+    "how, name, options",
+    [
+        ("fp8_block", "qwen3", {}),
+        ("fp8_block_reciprocal", "qwen3", {}),
+        ("fp8_block_reciprocal", "qwen3-moe", {}),
+        ("fp8_block", "qwen3-moe-wide", dict(tp=2)),
+        ("fp8_block", "qwen3-moe-wide", dict(tp=2, ep_size=2)),
+    ],
+)
 def test_bfloat16_trainers_feed_a_checkpoint_quantised_in_blocks(
-    how: str, folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, name: str, options: dict[str, Any], folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     support.serve_blocks(monkeypatch)
-    support.check_trainers_feed_a_quantised_checkpoint(SglangProcess, folder, daemon, tmp_path, how)
+    support.check_trainers_feed_a_quantised_checkpoint(SglangProcess, folder, daemon, tmp_path, how, name, **options)
 
 
 def test_parameters_skipped_silently(folder: Path, daemon: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import refitd
 import support
 import torch
 from safetensors.torch import load_file, save_file
-from support import CheckpointTrainer, EngineProcess, following, update
+from support import CheckpointTrainer, EngineProcess, check_refused, following, manifest_of, update
 
 ELEMENTS = int(os.environ.get("REFITD_DERIVED_ELEMENTS", 1 << 25))
 SHAPE = (2048, 2048)
@@ -130,16 +130,17 @@ def delivered_by(kind: type[CheckpointTrainer], checkpoints: list[Path], daemon:
         trainer.close()
 
 
-def linear(delivery: dict[str, Any], scales: str) -> set[str]:
+def quantised(delivery: dict[str, Any], scales: str) -> set[str]:
     """The values and scales of layers that quantise."""
     listed = {*delivery["direct"], *delivery["processed"]}
-    return {name for name in listed if not name.endswith(".bias") and f"{name.rpartition('.')[0]}.{scales}" in listed}
+    suffix = scales.removeprefix("weight")
+    return {name for values in listed if values + suffix in listed for name in (values, values + suffix)}
 
 
 @pytest.mark.parametrize("name, tp", [("qwen3", 1), ("qwen3-one-kv-head", 1), ("llama-bias", 1), ("qwen3", 2)])
 def test_five_versions_where_weights_are_quantised_by_channels(name: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, derives: None) -> None:
     delivery = check_five_versions(name, folder, daemon, tmp_path, quantization="fp8_per_channel", tp=tp)
-    assert set(delivery["derived"]) == linear(delivery, "weight_scale") and len(delivery["derived"]) >= 16
+    assert set(delivery["derived"]) == quantised(delivery, "weight_scale") and len(delivery["derived"]) >= 16
     assert delivery["derived"]["model.layers.0.self_attn.qkv_proj.weight"] == "values of fp8_channel"
     assert set(delivery["derived"]) <= set(delivery["direct"]) and not delivery["loader_bytes"], delivery
     assert delivery["proof"]["proved"] == len(delivery["direct"]) and not delivery["proof"]["unproved"], delivery["proof"]
@@ -155,7 +156,7 @@ def test_five_versions_where_weights_are_quantised_in_blocks(
 ) -> None:
     delivery = check_five_versions(name, folder, daemon, tmp_path, quantization="fp8_per_block", tp=tp)
     cut = CUT[name, tp]
-    for parameter in linear(delivery, "weight_scale_inv"):
+    for parameter in quantised(delivery, "weight_scale_inv"):
         if cut and cut in parameter:
             assert "cuts blocks of 128" in delivery["processed"][parameter], delivery
         else:
@@ -170,7 +171,46 @@ def test_five_versions_where_attention_reads_quantised_weights_and_experts_are_n
     how = {"quantization": "online", "quantization_config": {"linear": "fp8_per_block"}}
     delivery = check_five_versions("deepseek-v2-lite", folder, daemon, tmp_path, **how)
     assert delivery["derived"]["model.layers.1.self_attn.kv_b_proj.weight"] == "values of fp8_block", delivery
-    assert linear(delivery, "weight_scale_inv") == set(delivery["derived"]) and not delivery["proof"]["unproved"], delivery
+    assert quantised(delivery, "weight_scale_inv") == set(delivery["derived"]) and not delivery["proof"]["unproved"], delivery
+
+
+@pytest.mark.parametrize(
+    "name, how, options",
+    [
+        ("qwen3-moe", "fp8_per_block", {}),
+        ("qwen3-moe", "fp8_per_channel", {}),
+        ("deepseek-v2-lite", "fp8_per_block", {}),
+        ("qwen3-moe-wide", "fp8_per_block", dict(tp=2)),
+        ("qwen3-moe", "fp8_per_channel", dict(tp=2)),
+        ("qwen3-moe-wide", "fp8_per_block", dict(tp=2, enable_expert_parallel=True)),
+    ],
+)
+def test_five_versions_where_experts_are_quantised(
+    name: str, how: str, options: dict[str, Any], folder: Path, daemon: Any, tmp_path: Path, blocks: None, derives: None
+) -> None:
+    delivery = check_five_versions(name, folder, daemon, tmp_path, quantization=how, **options)
+    scales = {"fp8_per_block": "weight_scale_inv", "fp8_per_channel": "weight_scale"}[how]
+    derived = quantised(delivery, scales)
+    kind = {"fp8_per_block": "fp8_block", "fp8_per_channel": "fp8_channel"}[how]
+    assert delivery["derived"]["model.layers.1.mlp.experts.routed_experts.w13_weight"] == f"values of {kind}", delivery
+    assert derived == set(delivery["derived"]) <= set(delivery["direct"]) and not delivery["proof"]["unproved"], delivery
+
+
+def test_experts_whose_kernel_reads_another_format_are_processed(
+    folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, derives: None
+) -> None:
+    support.serve_blocks(monkeypatch, "swapped")
+    delivery = check_five_versions("qwen3-moe", folder, daemon, tmp_path, quantization="fp8_per_block")
+    named = r"quantised otherwise than by fp8_block: element \[\d+, \d+\] of the values of 'model.layers.1.mlp.experts.0.gate_proj.weight' is .* in 'w13_weight'"
+    assert re.search(named, delivery["processed"]["model.layers.1.mlp.experts.routed_experts.w13_weight"]), delivery
+    assert delivery["derived"] and not any("experts" in name for name in delivery["derived"]), delivery
+
+
+def test_an_expert_that_no_trainer_has_is_named(folder: Path, daemon: Any, tmp_path: Path, blocks: None, derives: None) -> None:
+    checkpoint = models.make("qwen3-moe", folder, 1)
+    manifest = manifest_of(checkpoint, tmp_path / "manifest.json", without="model.layers.1.mlp.experts.5.up_proj.weight")
+    culprit = r"'model.layers.1.mlp.experts.routed_experts.w13_weight' is filled but for 32768 elements"
+    check_refused(EngineProcess, daemon, checkpoint, tmp_path, culprit, manifest=manifest, llm=dict(quantization="fp8_per_block"))
 
 
 def test_five_versions_of_derived_tensors_in_compiled_code(folder: Path, daemon: Any, tmp_path: Path, derives: None) -> None:
@@ -194,7 +234,7 @@ def test_a_restarted_engine_has_its_derived_tensors(folder: Path, daemon: Any, t
 def test_an_engine_that_quantises_takes_pushes_unless_it_is_told_to_derive(folder: Path, daemon: Any, tmp_path: Path) -> None:
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
     delivery = delivered_by(PushingTrainer, checkpoints, daemon, tmp_path)
-    processed = linear(delivery, "weight_scale") & delivery["processed"].keys()
+    processed = quantised(delivery, "weight_scale") & delivery["processed"].keys()
     assert not delivery["derived"] and len(processed) == 16, delivery
     assert all("setting derived is not 'on'" in delivery["processed"][name] for name in processed), delivery
 
@@ -234,11 +274,20 @@ def test_a_layer_that_quantises_otherwise_is_processed_and_named(tp: int, folder
 # ---- engines with a quantised checkpoint ----
 
 
-@pytest.mark.parametrize("how, tp", [("fp8_block", 1), ("fp8_block_reciprocal", 1)])
+@pytest.mark.parametrize(
+    "how, name, options",
+    [
+        ("fp8_block", "qwen3", {}),
+        ("fp8_block_reciprocal", "qwen3", {}),
+        ("fp8_block_reciprocal", "qwen3-moe", {}),
+        ("fp8_block", "qwen3-moe-wide", dict(tp=2)),
+        ("fp8_block", "qwen3-moe-wide", dict(tp=2, enable_expert_parallel=True)),
+    ],
+)
 def test_bfloat16_trainers_feed_a_checkpoint_quantised_in_blocks(
-    how: str, tp: int, folder: Path, daemon: Any, tmp_path: Path, blocks: None
+    how: str, name: str, options: dict[str, Any], folder: Path, daemon: Any, tmp_path: Path, blocks: None
 ) -> None:
-    support.check_trainers_feed_a_quantised_checkpoint(EngineProcess, folder, daemon, tmp_path, how, tp)
+    support.check_trainers_feed_a_quantised_checkpoint(EngineProcess, folder, daemon, tmp_path, how, name, **options)
 
 
 def test_trainers_with_quantised_weights_feed_a_checkpoint_quantised_in_blocks(
@@ -253,4 +302,27 @@ def test_a_quantised_checkpoint_is_refused_by_name_where_its_weights_can_not_be_
 ) -> None:
     source, quantised = models.make("qwen3", folder, 1), models.make("qwen3-fp8", folder, 1)
     culprit = r"_proj.weight' is quantised in the engine's checkpoint, and can't be derived: .* setting derived is 'off'"
-    support.check_refused(EngineProcess, daemon, quantised, tmp_path, culprit, derived="off", manifest=str(source))
+    check_refused(EngineProcess, daemon, quantised, tmp_path, culprit, derived="off", manifest=str(source))
+
+
+def quantised_experts(folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A mixture of experts, and the same quantised in blocks."""
+    source, path = models.make("qwen3-moe", folder, 1), tmp_path / "quantised"
+    models.quantise(source, path, lambda weight: support.quantised_in_blocks(weight, False))
+    return source, path
+
+
+def test_a_quantised_checkpoint_whose_experts_have_a_kernel_with_another_format_is_refused_by_name(
+    folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support.serve_blocks(monkeypatch, "swapped")
+    source, quantised = quantised_experts(folder, tmp_path)
+    culprit = r"'model.layers.0.mlp.experts.0.down_proj.weight' is quantised .*, and can't be derived: '.*w2_weight' the bytes of 'w13_weight' were changed"
+    check_refused(EngineProcess, daemon, quantised, tmp_path, culprit, manifest=str(source))
+
+
+def test_an_expert_of_a_quantised_checkpoint_that_no_trainer_has_is_named(folder: Path, daemon: Any, tmp_path: Path, blocks: None) -> None:
+    source, quantised = quantised_experts(folder, tmp_path)
+    manifest = manifest_of(source, tmp_path / "manifest.json", without="model.layers.1.mlp.experts.5.down_proj.weight")
+    culprit = r"layers.1.mlp.experts.*can't be derived: .*'w2_weight' gets no tensors .*, or not all of its elements: .* this rank's expert 5"
+    check_refused(EngineProcess, daemon, quantised, tmp_path, culprit, manifest=manifest)

@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from refitd.layout import TensorSpec  # noqa: E402
-from refitd.errors import InvalidArgument  # noqa: E402
-from refitd.layout.capture import Copy, Processed  # noqa: E402
-from refitd.serving import Settings, derived  # noqa: E402
+from refitd.errors import FailedPrecondition, InvalidArgument  # noqa: E402
+from refitd.layout.capture import Copy, Processed, capture  # noqa: E402
+from refitd.serving import Settings, delivery, derived  # noqa: E402
 from refitd.serving.derived import NotDerived, Quantised, Requantised  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -20,21 +20,25 @@ CHANNEL = Quantised("fp8_channel", "weight", "weight_scale", transposed=True)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def layer(quantised, rows, columns):
+def layer(quantised, *shape):
     module = nn.Module()
-    values = torch.zeros(columns, rows).T if not quantised.transposed else torch.zeros(rows, columns).T
-    shape = (rows, 1) if quantised.kind == "fp8_channel" else (-(-rows // 128), -(-columns // 128))
-    for name, tensor in ((quantised.values, values.to(torch.float8_e4m3fn)), (quantised.scales, torch.zeros(shape))):
+    *experts, rows, columns = shape
+    values = torch.zeros(*experts, columns, rows).mT if not quantised.transposed else torch.zeros(rows, columns).T
+    scales = (*experts, rows, 1) if quantised.kind == "fp8_channel" else (*experts, -(-rows // 128), -(-columns // 128))
+    for name, tensor in ((quantised.values, values.to(torch.float8_e4m3fn)), (quantised.scales, torch.zeros(scales))):
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return module
 
 
 def loaded(shape, *copies):
     """A weight that is filled with boxes of tensors, each (tensor, offset there, extent, place in the weight)."""
-    strides = (shape[1], 1)
+    strides = torch.empty(shape, device="meta").stride()
     return Processed(
         "m.weight", "bfloat16", shape, strides,
-        [Copy(tensor, offset, extent, strides, "m.weight", at[0] * shape[1] + at[1]) for tensor, offset, extent, at in copies],
+        [
+            Copy(tensor, offset, extent, strides[-2:], "m.weight", sum(i * stride for i, stride in zip(at, strides)))
+            for tensor, offset, extent, at in copies
+        ],
     )  # fmt: skip
 
 
@@ -105,6 +109,98 @@ class PlaceTest(unittest.TestCase):
         for module, why in ((layer(BLOCK, 256, 128), "'weight' is torch.float8_e4m3fn"), (without, "no parameter 'weight_scale_inv'")):
             with self.assertRaisesRegex(NotDerived, why):
                 derived.parts_of(BLOCK, "fp8_block", module, weight, tensors)
+
+
+class ExpertsTest(unittest.TestCase):
+    """Parameters with the matrices of all experts of a rank."""
+
+    boxes = PlaceTest.boxes
+
+    def test_each_expert_has_its_values_and_scales(self):
+        gate_and_up, down = derived.of_experts("fp8_block", "weight_scale_inv")
+        tensors = specs((512, 256), (512, 256), (512, 256), (512, 256), (256, 512), (256, 512))
+        # The second of two ranks' half of gate and up of two experts, and of their down.
+        copies = [(2 * expert + part, (256, 0), (256, 256), (expert, 256 * part, 0)) for expert in (0, 1) for part in (0, 1)]
+        parts = derived.parts_of(gate_and_up, "fp8_block", layer(gate_and_up, 2, 512, 256), loaded((2, 512, 256), *copies), tensors)
+        self.assertEqual({part.parameter for part in parts}, {"w13_weight", "w13_weight_scale_inv"})
+        self.assertEqual(
+            self.boxes(parts, "values"),
+            [("w0", (256, 0), (256, 256), 0), ("w1", (256, 0), (256, 256), 256), ("w2", (256, 0), (256, 256), 131072), ("w3", (256, 0), (256, 256), 131328)],
+        )
+        self.assertEqual(
+            self.boxes(parts, "scales"), [("w0", (2, 0), (2, 2), 0), ("w1", (2, 0), (2, 2), 4), ("w2", (2, 0), (2, 2), 8), ("w3", (2, 0), (2, 2), 12)]
+        )
+        self.assertEqual({part.strides for part in parts}, {(1, 512), (2, 1)})
+        copies = [(4 + expert, (0, 256), (256, 256), (expert, 0, 0)) for expert in (0, 1)]
+        parts = derived.parts_of(down, "fp8_block", layer(down, 2, 256, 256), loaded((2, 256, 256), *copies), tensors)
+        self.assertEqual(self.boxes(parts, "scales"), [("w4", (0, 2), (2, 2), 0), ("w5", (0, 2), (2, 2), 4)])
+
+    def test_a_rank_has_some_experts_whose_columns_another_rank_may_share(self):
+        down = derived.of_experts("fp8_channel", "weight_scale")[1]
+        weight = loaded((2, 96, 50), (0, (0, 50), (96, 50), (0, 0, 0)), (3, (0, 50), (96, 50), (1, 0, 0)))
+        parts = derived.parts_of(down, "fp8_channel", layer(down, 2, 96, 50), weight, specs(*[(96, 100)] * 4))
+        self.assertEqual(self.boxes(parts, "values"), [("w0", (0, 50), (96, 50), 0), ("w3", (0, 50), (96, 50), 4800)])
+        self.assertEqual(self.boxes(parts, "scales"), [("w0", (0, 0), (96, 1), 0), ("w3", (0, 0), (96, 1), 96)])
+
+    def test_what_is_no_matrix_of_one_expert_is_named(self):
+        block = derived.of_experts("fp8_block", "weight_scale_inv")[0]
+        whole, fused = [(0, (0, 0), (256, 128), (0, 0, 0))], specs((2, 256, 128))
+        for tensors, shape, copies, why in (
+            (specs((512, 128)), (2, 256, 128), [(0, (0, 0), (512, 128), (0, 0, 0))], "'w0' does not lie in 'w13_weight' as a matrix"),
+            (fused, (2, 256, 128), [(0, (0, 0, 0), (2, 256, 128), (0, 0, 0))], "'w0' does not lie in 'w13_weight' as a matrix"),
+            (specs((64, 128), (64, 128)), (1, 128, 128), [(0, (0, 0), (64, 128), (0, 0, 0))], r"\[0, 64\) of 'w0' .* cuts blocks of 128"),
+            (specs((256, 128)), (1, 1, 256, 128), whole, "no row-major matrix while it is loaded, nor one for each expert"),
+        ):
+            with self.assertRaisesRegex(NotDerived, why):
+                derived.parts_of(block, "fp8_block", layer(block, *shape), loaded(shape, *copies), tensors)
+
+    def test_scales_of_another_shape_are_named(self):
+        block = derived.of_experts("fp8_block", "weight_scale_inv")[0]
+        module = layer(block, 1, 256, 128)
+        module.w13_weight_scale_inv = nn.Parameter(torch.zeros(1, 4, 2), requires_grad=False)  # of blocks of 64
+        with self.assertRaisesRegex(NotDerived, r"'w13_weight_scale_inv' is torch.float32 \(1, 4, 2\) after loading, not float32 \(1, 2, 1\)"):
+            derived.parts_of(block, "fp8_block", module, loaded((1, 256, 128), (0, (0, 0), (256, 128), (0, 0, 0))), specs((256, 128)))
+
+
+class Experts(nn.Module):
+    """Two of four experts, whose loader looks their places up in a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.tensor([-1, 0, -1, 1]))
+        self.register_buffer("running", torch.zeros(4))
+        self.w = nn.Parameter(torch.zeros(2, 4), requires_grad=False)
+        self.into = self.w.data
+
+    def load_weights(self, tensors):
+        for name, tensor in tensors:
+            place = int(self.table[int(name)])
+            if place >= 0:
+                self.into[place].copy_(tensor)
+
+
+class TableTest(unittest.TestCase):
+    """Which parameters and buffers a loader fills in part."""
+
+    def padded(self, model, count=4):
+        held = [delivery._Entry(name, model, tensor, name == "w") for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+        found = capture(model.load_weights, [TensorSpec(str(i), "float32", (4,)) for i in range(count)])
+        return delivery._padded(held, found, types.SimpleNamespace(is_vocabulary=lambda module: False))
+
+    def test_a_table_that_is_only_read_is_no_parameter_that_is_filled_in_part(self):
+        self.assertEqual(self.padded(Experts()), [])
+
+    def test_a_parameter_that_lacks_an_expert_is_named(self):
+        with self.assertRaisesRegex(FailedPrecondition, "'w' is filled but for 4 elements"):
+            self.padded(Experts(), count=3)
+
+    def test_a_buffer_that_is_filled_in_part_is_named(self):
+        model = Experts()
+        model.running = torch.zeros(3, 4)
+        model.into = model.running
+        model.w.data.zero_()
+        with self.assertRaisesRegex(FailedPrecondition, "'running' is filled but for 4 elements"):
+            self.padded(model)
 
 
 class CompareTest(unittest.TestCase):

@@ -34,7 +34,7 @@ from ..layout.memory import digest, empty
 from ..layout.placement import like
 from ..serving.ahead import Portion, as_before
 from ..serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of
-from ..serving.derived import Quantised
+from ..serving.derived import Quantised, of_experts
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
 from ..serving.evidence import ATTRIBUTE, KEPT, Snapshot, note_changes
 from ..serving.proof import Probe, gathered, token_ids, tokens_for, union_over
@@ -584,10 +584,14 @@ is_attention = is_made_later = is_tied = only_prepacks = _never
 def quantised(layer: Any) -> tuple[Quantised, ...]:
     """How the layer has weights of a checkpoint that is quantised in blocks. What SGLang makes of other checkpoints' weights refits have no kind for."""
     method: Any = getattr(layer, "quant_method", None)
-    in_blocks = type(method).__name__ == "Fp8LinearMethod" and list(getattr(method, "weight_block_size", None) or ()) == [128, 128]
-    if not in_blocks or getattr(method, "use_mxfp8", False) or not method.is_checkpoint_fp8_serialized:
+    made = _QUANTISED.get(type(method).__name__, ())
+    if not made or list(method.weight_block_size or ()) != [128, 128] or not method.quant_config.is_checkpoint_fp8_serialized:
         return ()
-    return (Quantised(None, "weight", "weight_scale_inv"),)
+    return () if getattr(method, "use_mxfp8", False) or getattr(method, "is_fp4_expert", False) else made
+
+
+# By name of the class of a quantisation method, where it has values and scales of blocks.
+_QUANTISED = {"Fp8LinearMethod": (Quantised(None, "weight", "weight_scale_inv"),), "Fp8MoEMethod": of_experts(None, "weight_scale_inv")}
 
 
 def is_vocabulary(layer: Any) -> bool:

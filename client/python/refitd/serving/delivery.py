@@ -237,9 +237,11 @@ def _requantised_one(
             loaded = Processed(values, "float8_e4m3fn", tuple(tensor.shape), tensor.stride(), copies)
             if loaded.name in captured.processed or not sources <= fed.keys():
                 raise NotDerived(f"'{each.values}' is processed, or trainers have a part of it quantised")
-            made.loads.update({source: {"values": source, "scales": source.removesuffix(each.values) + each.scales} for source in sources})
+            suffix = each.scales.removeprefix(each.values)  # experts' scales are named as those of linear layers
+            made.loads.update({source: {"values": source, "scales": source + suffix} for source in sources})
         if loaded is None or values in captured.unfilled:
-            raise NotDerived(f"'{each.values}' gets no tensors of the checkpoint, or not all of its elements")
+            which = "" if loaded is None else derived.lacking(loaded)
+            raise NotDerived(f"'{each.values}' gets no tensors of the checkpoint, or not all of its elements{which}")
         made.parts += derived.parts_of(each, kinds[0], module, loaded, captured.tensors)
     filled = {copy.parameter for copy in captured.direct} | made.summary().keys()
     other = next((entry.name for entry in own if entry.is_parameter and entry.name not in filled), None)
@@ -462,14 +464,16 @@ def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]
 
 
 def _padded(case: _Case, captured: Any) -> list[str]:
-    """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only."""
+    """The parameters whose rows beyond the vocabulary no tensor fills. Refuses all others that are filled in part only, but for buffers that loaders only
+    read, such as the table of a rank's own experts."""
     padded, unfilled = [], {}
     for entry in case.held:
-        if entry.name in captured.unfilled:
+        left = captured.unfilled.get(entry.name, 0)
+        if left and (entry.is_parameter or left < entry.tensor.numel()):
             if case.inside.is_vocabulary(entry.module):
                 padded.append(entry.name)
             else:
-                unfilled[entry.name] = f"is filled but for {captured.unfilled[entry.name]} elements"
+                unfilled[entry.name] = f"is filled but for {left} elements"
     _refuse(unfilled, "parameters are filled in part only")
     return padded
 

@@ -59,6 +59,11 @@ class Quantised:
         return _ON_CUDA.get(self.kind, (self.kind,)) if device.type == "cuda" else (self.kind,)
 
 
+def of_experts(kind: str | None, scales: str) -> tuple[Quantised, ...]:
+    """What a quantisation method makes of a mixture of experts, whose parameters have the matrices of all experts of a rank: gate and up, and down."""
+    return tuple(Quantised(kind, f"{part}_weight", f"{part}_{scales}") for part in ("w13", "w2"))
+
+
 class NotDerived(Exception):
     """Why a module's parameters can't be written as derived tensors."""
 
@@ -117,22 +122,28 @@ def derived_spec(source: TensorSpec, kind: str, role: str) -> TensorSpec:
 
 
 def parts_of(quantised: Quantised, kind: str, module: Any, loaded: Processed, tensors: Sequence[TensorSpec]) -> list[Part]:
-    """The boxes of derived tensors that make up the values and scales of a weight. `loaded`: where the loader puts boxes of `tensors` in it. Raises
-    NotDerived where a block has elements of two tensors or of two ranks, or the parameters are no such values and scales."""
+    """The boxes of derived tensors that make up the values and scales of a weight, or of the weights of several experts. `loaded`: where the loader puts
+    boxes of `tensors` in it. Raises NotDerived where a block has elements of two tensors or of two ranks, or the parameters are no such values and
+    scales."""
     by_rows = kind == "fp8_channel"
-    if len(loaded.shape) != 2 or loaded.strides != _row_major(loaded.shape):
-        raise NotDerived(f"'{quantised.values}' is no row-major matrix while it is loaded")
+    if len(loaded.shape) not in (2, 3) or loaded.strides != _row_major(loaded.shape):
+        raise NotDerived(f"'{quantised.values}' is no row-major matrix while it is loaded, nor one for each expert")
     values = _held(module, quantised.values, "float8_e4m3fn", loaded.shape, quantised.transposed)
     scales = _held(module, quantised.scales, "float32", _grid(loaded.shape, by_rows), False)
     found: dict[tuple[Any, ...], Part] = {}
     for copy in loaded.copies:
         source = tensors[copy.tensor_index]
         at = _place(copy.first, loaded.strides)
-        if len(source.shape) != 2 or any(n > 1 and s != t for n, s, t in zip(copy.extent, copy.strides, loaded.strides)):
+        expert, at_in, shape = at[:-2], at[-2:], loaded.shape[-2:]
+        if (
+            len(source.shape) != 2
+            or any(n > 1 and s != t for n, s, t in zip(copy.extent, copy.strides, loaded.strides[-2:]))
+            or any(there + n > size for there, n, size in zip(at_in, copy.extent, shape))
+        ):
             raise NotDerived(f"'{source.name}' does not lie in '{quantised.values}' as a matrix")
         if not by_rows:
-            _check_blocks(source, copy, at, loaded.shape)
-        first, there = _block_at(copy.offset, by_rows), _block_at(at, by_rows)
+            _check_blocks(source, copy, at_in, shape)
+        first, there = _block_at(copy.offset, by_rows), (*expert, *_block_at(at_in, by_rows))
         count = _grid(copy.extent, by_rows)
         for role, parameter, tensor, offset, extent, place in (
             ("values", quantised.values, values, copy.offset, copy.extent, at),
@@ -140,8 +151,18 @@ def parts_of(quantised: Quantised, kind: str, module: Any, loaded: Processed, te
         ):
             spec = derived_spec(source, kind, role)
             begin = sum(i * stride for i, stride in zip(place, tensor.stride()))
-            found[spec.name, offset, begin] = Part(spec, parameter, offset, extent, tuple(tensor.stride()), begin)
+            found[spec.name, offset, begin] = Part(spec, parameter, offset, extent, tuple(tensor.stride()[-2:]), begin)
     return list(found.values())
+
+
+def lacking(loaded: Processed) -> str:
+    """Which of a rank's experts gets no elements, or not all of its elements, as a clause of a message; "": the weight has no experts, or all get theirs."""
+    filled: dict[int, int] = {}
+    for copy in loaded.copies if len(loaded.shape) == 3 else ():
+        expert = copy.first // loaded.strides[0]
+        filled[expert] = filled.get(expert, 0) + prod(copy.extent)
+    short = [expert for expert in range(loaded.shape[0]) if filled.get(expert, 0) < prod(loaded.shape[1:])] if filled else []
+    return f": no tensor has those of this rank's expert {short[0]}" if short else ""
 
 
 def _held(module: Any, name: str, dtype: str, shape: tuple[int, ...], transposed: bool) -> Any:
@@ -165,8 +186,9 @@ def _place(first: int, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _grid(shape: tuple[int, ...], by_rows: bool) -> tuple[int, ...]:
-    """The shape of a matrix's scales."""
-    return (shape[0], 1) if by_rows else (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK))
+    """The shape of the scales of a matrix, or of one matrix for each expert."""
+    *experts, rows, columns = shape
+    return (*experts, rows, 1) if by_rows else (*experts, -(-rows // _BLOCK), -(-columns // _BLOCK))
 
 
 def _block_at(place: tuple[int, ...], by_rows: bool) -> tuple[int, ...]:
@@ -346,27 +368,35 @@ def _difference(entry: Requantised, quantise: Callable[[Portion, Mapping[str, An
     """The first element that the module quantises otherwise than refits do, as text; "": there is none."""
     given = {spec.name: _trial(spec, device) for spec in entry.tensors}
     portion = Portion({entry.name: entry.module}, dict(given))
-    derivations = {part.spec.name: part.spec.derived for part in entry.parts if part.spec.derived is not None}
+    # Experts are many small matrices. Torch does not say that code which it compiles may be run by several threads.
+    threads = 1 if entry.kinds[0] == "fp8_block_inductor" else min(_THREADS, os.cpu_count() or 1)
     try:
         portion.allocate()
         quantise(portion, given)  # first, since ranks may compute this together
-        made_by_refits = [derive(part.spec, given[derivations[part.spec.name].source.name], part.offset, part.extent) for part in entry.parts]
+        made = portion.made[entry.name][0]
+        with ThreadPoolExecutor(threads) as pool:
+            return next(filter(None, pool.map(functools.partial(_difference_in, made, given), entry.parts)), "")
     except Exception as error:  # the inside of another version of the engine may differ
         return f"can't be compared with {entry.kinds[0]}: {type(error).__name__}: {error}"
-    made = portion.made[entry.name][0]
-    for part, expected in zip(entry.parts, made_by_refits):
-        derived = derivations[part.spec.name]
-        held = made[part.parameter].detach()
-        engine = held.as_strided(part.extent, part.strides, held.storage_offset() + part.first).cpu().contiguous()
-        differs = (engine.view(_bits(engine)) != expected.view(_bits(expected))).flatten().nonzero()
-        if len(differs):
-            index = int(differs[0])
-            place = [at + begin for at, begin in zip(_place(index, _row_major(part.extent)), part.offset)]
-            return (
-                f"is quantised otherwise than by {derived.kind}: element {place} of the {derived.role} of '{derived.source.name}' is "
-                f"{float(engine.flatten()[index])!r} in '{part.parameter}', and {float(expected.flatten()[index])!r} by refits"
-            )
-    return ""
+
+
+def _difference_in(made: Mapping[str, Any], given: Mapping[str, Any], part: Part) -> str:
+    """_difference() in one box. `made`: what the engine made of the tensors `given`, by parameter."""
+    derived = part.spec.derived
+    if derived is None:
+        return ""
+    expected = derive(part.spec, given[derived.source.name], part.offset, part.extent)
+    held = made[part.parameter].detach()
+    engine = held.as_strided(part.extent, part.strides, held.storage_offset() + part.first).cpu().contiguous()
+    differs = (engine.view(_bits(engine)) != expected.view(_bits(expected))).flatten().nonzero()
+    if not len(differs):
+        return ""
+    index = int(differs[0])
+    place = [at + begin for at, begin in zip(_place(index, _row_major(part.extent)), part.offset)]
+    return (
+        f"is quantised otherwise than by {derived.kind}: element {place} of the {derived.role} of '{derived.source.name}' is "
+        f"{float(engine.flatten()[index])!r} in '{part.parameter}', and {float(expected.flatten()[index])!r} by refits"
+    )
 
 
 def _bits(tensor: Any) -> Any:

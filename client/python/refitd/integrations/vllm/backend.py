@@ -198,7 +198,8 @@ class RefitdBackend(WeightTransferEngine):
                 self._process_attention(delivery)
 
     def _load(self, delivery: Delivery, tensors: Iterable[tuple[str, Any]]) -> list[str]:
-        """Loads all of a checkpoint's tensors as vLLM's own weight updates do; returns names of the modules that these pass over."""
+        """Loads all of a checkpoint's tensors as vLLM's own weight updates do; returns names of the modules that these pass over. Modules that are written
+        in place keep their kernels: a reload gives experts one that reads their scales where it loaded them, and no version is written there."""
         wanted: dict[str, Any] = {}
         seen: set[int] = set()
         for name, layer in self.model.named_modules():
@@ -206,7 +207,9 @@ class RefitdBackend(WeightTransferEngine):
             seen |= own
             if own and getattr(layer, "quant_method", None) is not None:  # not a module whose parameters are all another's
                 wanted[name] = layer
-        with self._derived(delivery):
+        processed = {*delivery.modules, *(entry.name for entry in delivery.prepacked)}
+        in_place = [layer for name, layer in wanted.items() if name not in processed and not versions.is_attention(layer)]
+        with self._derived(delivery), as_before(in_place):
             return versions.reload(self.model, self._vllm_config.model_config, self.device, tensors, wanted, must=False)
 
     @contextmanager

@@ -28,7 +28,7 @@ from ...errors import FailedPrecondition
 from ...layout import devices
 from ...layout.placement import like
 from ...serving import Settings
-from ...serving.derived import Quantised
+from ...serving.derived import Quantised, of_experts
 from ...serving.evidence import Snapshot, note_changes
 from ...serving.proof import gathered, union_over
 
@@ -308,15 +308,18 @@ def only_prepacks(layer: Any) -> bool:
 _QUANTISED = {
     "Fp8PerBlockOnlineLinearMethod": (Quantised("fp8_block", "weight", "weight_scale_inv"),),
     "Fp8PtpcOnlineLinearMethod": (Quantised("fp8_channel", "weight", "weight_scale", transposed=True),),
+    "Fp8PerBlockOnlineMoEMethod": of_experts("fp8_block", "weight_scale_inv"),
+    "Fp8PtpcOnlineMoEMethod": of_experts("fp8_channel", "weight_scale"),
 }
+# Likewise, of methods for checkpoints that are quantised in blocks.
+_LOADED = {"Fp8LinearMethod": (Quantised(None, "weight", "weight_scale_inv"),), "Fp8MoEMethod": of_experts(None, "weight_scale_inv")}
 
 
 def quantised(layer: Any) -> tuple[Quantised, ...]:
     """What the layer's quantisation method makes of weights; none where refits have no such kind."""
     method: Any = getattr(layer, "quant_method", None)
-    if type(method).__name__ == "Fp8LinearMethod" and list(getattr(method, "weight_block_size", None) or ()) == [128, 128]:
-        return (Quantised(None, "weight", "weight_scale_inv"),)
-    return _QUANTISED.get(type(method).__name__, ())
+    in_blocks = list(getattr(method, "weight_block_size", None) or ()) == [128, 128]
+    return (_LOADED if in_blocks and type(method).__name__ in _LOADED else _QUANTISED).get(type(method).__name__, ())
 
 
 @contextmanager
