@@ -458,8 +458,8 @@ void Agree(Rng& /*rng*/, PeerLayout* v) { v->destination = absl::OkStatus(); }
 void Agree(Rng& rng, BucketEvent* v) {
   std::optional<SlotGrant> slot;
   FillOne(rng, &slot);
-  auto bucket = std::make_shared<CheckedBucket>(
-      *SomeBucket(rng, Between(rng, 0, 1'000'000'000'000), slot));
+  auto bucket =
+      std::make_shared<CheckedBucket>(*SomeBucket(rng, Between(rng, 0, 1'000'000'000'000), slot));
   for (uint32_t t = 0; t < bucket->tensors.size(); ++t) {
     if (Between(rng, 0, 3) == 0) bucket->unaligned.push_back(t);
   }

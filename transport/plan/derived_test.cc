@@ -119,8 +119,8 @@ TEST_CASE("a layout derives so many tensors from one (P10)") {
   Layout layout;
   layout.tensors = TensorList(casts);
   CHECK(ValidateLayout(layout, bytes, true).ok());
-  casts.push_back(Derived("more", DType::kBFloat16, {8}, {"w", DType::kFloat32, {8}},
-                          DerivedKind::kCast));
+  casts.push_back(
+      Derived("more", DType::kBFloat16, {8}, {"w", DType::kFloat32, {8}}, DerivedKind::kCast));
   layout.tensors = TensorList(casts);
   const absl::Status status = ValidateLayout(layout, bytes, true);
   CHECK(status.code() == absl::StatusCode::kResourceExhausted);
