@@ -80,6 +80,8 @@ def install(
     if _settings is None:
         # SkyRL 0.4.0 has no strategies, and drives vLLM's trainer engines.
         has_strategies = importlib.util.find_spec("skyrl.backends.skyrl_train.weight_sync.transfer_strategy") is not None
+        if not has_strategies:
+            importlib.import_module(".vllm", __package__).register()
         importlib.import_module(".skyrl_strategy" if has_strategies else ".skyrl_engine", __package__).hook()
         _keep_paused()
     _settings = Settings(group, sharded, first_version, update_seconds, spec, device, connect.to(socket))

@@ -21,7 +21,6 @@ from ..layout.placement import adopt
 from ..layout.shards import MadeMapping
 from ..trainer import Trainer, UpdateResult
 from .skyrl import BACKEND, installed, prefixed
-from .vllm import register
 from .vllm.trainer import RefitdTrainerEngine, RefitdTrainerInitInfo
 
 _TRAINER_BACKEND = "skyrl_refitd"
@@ -29,7 +28,6 @@ _TRAINER_BACKEND = "skyrl_refitd"
 
 def hook() -> None:
     """Makes the backend known to SkyRL and to vLLM in this process, once."""
-    register()
     strategy, build = weight_sync.get_transfer_strategy, weight_senders._build_sender_init_info
 
     def choose(weight_sync_backend: str, colocate_all: bool) -> str:

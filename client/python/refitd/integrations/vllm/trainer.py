@@ -36,7 +36,6 @@ from ...layout.placement import adopt
 from ...layout.shards import Shard
 from ...trainer import Trainer, Update, UpdateResult
 from .. import Ranks, Settings, first_difference, install, known_version, next_version
-from . import versions
 
 BACKEND = "refitd"
 _WHERE = "RefitdTrainerInitInfo.settings"
@@ -320,7 +319,7 @@ class RefitdTrainerEngine(TrainerWeightTransferEngine):
             with suppress(Exception):  # vLLM's worker has ended the sync
                 client.finish_weight_update()
             raise
-        client.finish_weight_update(*versions.finish_arguments(client.finish_weight_update, version))
+        client.finish_weight_update(str(version))
 
 
 class _Expected:
