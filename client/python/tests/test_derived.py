@@ -105,34 +105,29 @@ class DerivedTest(DaemonTest):
     def test_a_push_brings_what_is_derived_from_its_tensors(self):
         shape, kind = (700, 256), "fp8_block"
         for slots in ({}, {"slot_bytes": 135_168}):  # of 256 rows, and a bit more
-            for listed in (False, True):
-                with self.subTest(slots=slots, listed=listed):
-                    self.group = f"pushed-{len(slots)}-{listed}"
+            for casts in (False, True):
+                with self.subTest(slots=slots, casts=casts):
+                    self.group = f"pushed-{len(slots)}-{casts}"
                     trainer = self.trainer(spec=refitd.GroupSpec(**slots))
-                    source, rest = refitd.TensorSpec("w", "bfloat16", shape), refitd.TensorSpec("v", "bfloat16", shape)
-                    derived = {
-                        name: refitd.Derived(tensor, kind, role)
-                        for name, tensor, role in (("w.q", source, "values"), ("w.s", source, "scales"), ("v.q", rest, "values"), ("v.s", rest, "scales"))
-                    }
-                    blocks = (6, 2)
+                    source = refitd.TensorSpec("w", "bfloat16", shape)
                     served = self.served(
-                        [(name, blocks if name.endswith("s") else shape, torch.float32 if name.endswith("s") else torch.float8_e4m3fn) for name in derived],
-                        derived,
+                        [("w.q", shape, torch.float8_e4m3fn), ("w.s", (6, 2), torch.float32)],
+                        {"w.q": refitd.Derived(source, kind), "w.s": refitd.Derived(source, kind, "scales")},
                     )
-                    registered = refitd.empty(shape, torch.bfloat16, like="torch")
-                    if listed:
-                        trainer.register({"v": registered})
+                    master = refitd.empty(shape, torch.float32, like="torch")
+                    if casts:
+                        trainer.register({"w": master}, dtype=torch.bfloat16, staging="push")
                     for version in (1, 2):
-                        weight, other = weights(shape, torch.bfloat16, version), weights(shape, torch.bfloat16, version + 7)
-                        registered.copy_(other)
-                        with trainer.update(version, with_layout=listed) as update:
-                            update.push("w", weight)
-                            if not listed:
-                                update.push("v", other)
-                        for name, expected in (("w", weight), ("v", other)):
-                            values, scales = quantised(kind, expected)
-                            self.assertTrue(torch.equal(bits(served[f"{name}.q"]), bits(values)))
-                            self.assertTrue(torch.equal(bits(served[f"{name}.s"]), bits(scales)))
+                        weight = weights(shape, torch.bfloat16, version)
+                        if casts:
+                            master.copy_(weight)
+                            trainer.refit(version)
+                        else:
+                            with trainer.update(version) as update:
+                                update.push("w", weight)
+                        values, scales = quantised(kind, weight)
+                        self.assertTrue(torch.equal(bits(served["w.q"]), bits(values)))
+                        self.assertTrue(torch.equal(bits(served["w.s"]), bits(scales)))
 
     def test_a_pushed_part_that_cuts_a_block_is_refused_by_name(self):
         shape = (256, 256)
