@@ -314,6 +314,12 @@ TEST_CASE("what engines derive is computed of tensors that are pushed, on each e
   }
 }
 
+void CheckRefused(const absl::Status& status, const std::string& what) {
+  INFO(status);
+  CHECK(absl::IsFailedPrecondition(status));
+  CHECK_THAT(std::string(status.message()), Contains(what));
+}
+
 TEST_CASE("pushes of what can't be derived from are refused by name, and nothing is written") {
   Daemon daemon;
   const DerivedModel model;
@@ -322,27 +328,23 @@ TEST_CASE("pushes of what can't be derived from are refused by name, and nothing
   const std::vector<std::string> weights = model.Trained(1);
   const TensorSpec& w = model.trained[0];
   trainer.Begin(1);
-  const auto refused = [](const absl::Status& status, const std::string& what) {
-    INFO(status);
-    CHECK(absl::IsFailedPrecondition(status));
-    CHECK_THAT(std::string(status.message()), Contains(what));
-  };
   SECTION("elements that cut a block") {
     const int64_t start = GENERATE(0, 128 * 384);
     const int64_t count = GENERATE(384, 127 * 384, 128 * 384 - 1, 129 * 384);
-    refused(trainer.Push(w, weights[0], TensorRange{0, start, count}),
-            "'w.q' is computed of whole blocks of [128, 128]");
+    CheckRefused(trainer.Push(w, weights[0], TensorRange{0, start, count}),
+                 "'w.q' is computed of whole blocks of [128, 128]");
   }
   SECTION("another dtype") {
     TensorSpec other = w;
     other.dtype = DType::kFloat16;
-    refused(trainer.Push(other, weights[0]),
-            "tensor 'w': the bucket has float16 [512, 384], but 'w.q' is derived from bfloat16");
+    CheckRefused(
+        trainer.Push(other, weights[0]),
+        "tensor 'w': the bucket has float16 [512, 384], but 'w.q' is derived from bfloat16");
   }
   SECTION("an unaligned place") {
-    refused(trainer.update->Push(
-                client::Bucket::Packed({{"odd", DType::kUint8, {1}}, w}, trainer.region, 0)),
-            "tensor 'w' lies unaligned in its bucket, and 'w.q' is computed of it");
+    CheckRefused(trainer.update->Push(
+                     client::Bucket::Packed({{"odd", DType::kUint8, {1}}, w}, trainer.region, 0)),
+                 "tensor 'w' lies unaligned in its bucket, and 'w.q' is computed of it");
   }
   trainer.update->Abort("it was refused").IgnoreError();
   CHECK(engine.DifferenceFromEmpty() == "");
@@ -374,24 +376,19 @@ TEST_CASE("a tensor comes by itself or is derived, not both, and not neither") {
   const std::vector<std::string> weights = model.Trained(1);
   const std::vector<std::string> served = model.Served(weights);
   trainer.Begin(1);
-  const auto check = [](const absl::Status& status, const std::string& what) {
-    INFO(status);
-    CHECK(absl::IsFailedPrecondition(status));
-    CHECK_THAT(std::string(status.message()), Contains(what));
-  };
   const std::string both = "tensor 'w.q' is derived from 'w', and both are pushed";
   if (GENERATE(true, false)) {
     REQUIRE(trainer.Push(model.trained[0], weights[0]).ok());
-    check(trainer.Push(model.served[0], served[0]), both);
+    CheckRefused(trainer.Push(model.served[0], served[0]), both);
   } else {
     REQUIRE(trainer.Push(model.served[0], served[0]).ok());
-    check(trainer.Push(model.trained[0], weights[0]), both);
+    CheckRefused(trainer.Push(model.trained[0], weights[0]), both);
     REQUIRE(trainer.Push(model.served[1], served[1]).ok());
   }
   REQUIRE(trainer.Push(model.trained[2], weights[2]).ok());
   REQUIRE(trainer.Push(model.trained[3], weights[3]).ok());
-  check(trainer.update->Commit().status(),
-        "tensor 'rows.q' of instance i was never pushed, nor 'rows', of which it is made");
+  CheckRefused(trainer.update->Commit().status(),
+               "tensor 'rows.q' of instance i was never pushed, nor 'rows', of which it is made");
   REQUIRE(trainer.Push(model.trained[1], weights[1]).ok());
   const auto result = trainer.update->Commit();
   INFO(result.status());
