@@ -28,7 +28,7 @@ struct BoundSource {
   absl::Span<const TensorSpec> tensors;  // of the bucket: from the part's first to its last
   std::vector<Piece> planned;
   std::vector<BoundPiece> pieces;
-  // What engines derive from the pieces; the same as above.
+  // What engines derive from the pieces, in the three forms above.
   std::vector<TensorSpec> derived;
   std::vector<Piece> planned_derived;
   std::vector<BoundPiece> computed;
@@ -443,7 +443,7 @@ absl::StatusOr<Transfer> MakeTransfer(const StartTransfer& start, BoundSource so
     REFITD_RETURN_IF_ERROR(BindDestinations(start, memory, &transfer, originals));
   }
   transfer.readback_now.assign(transfer.destinations.size(), false);
-  // What is computed is computed once for each destination, wherever the source is read.
+  // A broadcast would not help computed pieces: its slots would have to be read once more.
   REFITD_ASSIGN_OR_RETURN(const BroadcastMethod method,
                           source.computed.empty()
                               ? MethodOf(start, transfer, memory, transport)

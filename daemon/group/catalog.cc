@@ -191,8 +191,11 @@ bool Catalog::Knows(uint32_t kind, const TensorTable::Uses& uses) const {
 
 bool Catalog::Knows(uint32_t kind, std::string_view tensor) const {
   const TensorTable::Uses* const uses = table_->Find(tensor);
-  if (uses != nullptr && Knows(kind, *uses)) return true;
-  const TensorTable::Uses* const derived = table_->FindDerived(tensor);
+  return (uses != nullptr && Knows(kind, *uses)) || KnowsDerived(kind, tensor);
+}
+
+bool Catalog::KnowsDerived(uint32_t kind, std::string_view source) const {
+  const TensorTable::Uses* const derived = table_->FindDerived(source);
   return derived != nullptr && Knows(kind, *derived);
 }
 
@@ -233,6 +236,7 @@ std::vector<const TensorSpec*> Catalog::DeclaredFrom(std::string_view source) co
 }
 
 const TensorSpec* Catalog::SourceOf(std::string_view tensor) const {
+  if (!any_derived()) return nullptr;
   const TensorTable::Uses* const uses = table_->Find(tensor);
   const TensorSpec* const spec = uses == nullptr ? nullptr : InLayouts(*uses);
   return spec == nullptr || spec->derived == nullptr ? nullptr : &spec->derived->from;
@@ -339,7 +343,9 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
   // Instances of one kind know the same tensors, so each kind is looked at once; instances are
   // looked at only to name the one that does not know the tensor.
   std::vector<bool> knows(kinds_.size());
-  for (uint32_t kind = 0; kind < kinds_.size(); ++kind) knows[kind] = Knows(kind, tensor.name);
+  for (uint32_t kind = 0; kind < kinds_.size(); ++kind) {
+    knows[kind] = Knows(kind, uses) || KnowsDerived(kind, tensor.name);
+  }
   if (std::find(knows.begin(), knows.end(), false) == knows.end()) return absl::OkStatus();
   for (uint32_t i = 0; i < instances_.size(); ++i) {
     if (open_[i] || evicted[i] || knows[kind_of_[i]]) continue;

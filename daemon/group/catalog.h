@@ -145,6 +145,7 @@ class Catalog {
   const Rank* FirstRank(const TensorTable::Uses& uses, const TensorSpec** spec) const;
   bool Knows(uint32_t kind, const TensorTable::Uses& uses) const;
   bool Knows(uint32_t kind, std::string_view tensor) const;
+  bool KnowsDerived(uint32_t kind, std::string_view source) const;
   // The declaration of the first in-place rank here that declares the tensor; null: none does.
   const TensorSpec* InLayouts(const TensorTable::Uses& uses) const;
   bool Used(const TensorTable::Use& use) const {
