@@ -210,6 +210,7 @@ struct World {
   void Lose(Child* process) {
     process->Kill();
     REQUIRE(Eventually([this] { return kept() == 1; }));
+    parts.state().processes.AwaitCallback();  // which lets go of the rank's own record last
   }
   std::optional<Version> VersionOf(const std::string& instance = "i") {
     const GroupDetails group = *parts.operators().Group("g");

@@ -514,7 +514,9 @@ def check_trainers_feed_a_quantised_checkpoint(
                 check_holds(engine, expected[seed], version)
             for delivery in (rank["delivery"] for rank in engine.call("status")):
                 assert delivery["derived"]["model.layers.0.self_attn.o_proj.weight"] == f"values of {how}", delivery
-                assert len(delivery["derived"]) == 16 and not delivery["proof"]["failed"] and not delivery["loader_bytes"], delivery
+                assert len(delivery["derived"]) == 16 and not delivery["proof"]["failed"], delivery
+                # Routers stay bfloat16, and vLLM packs them on a CPU.
+                assert bool(delivery["loader_bytes"]) == any(name.endswith("mlp.gate.weight") for name in delivery["processed"]), delivery
     finally:
         trainer.close()
 
