@@ -13,6 +13,7 @@ from refitd.errors import FailedPrecondition, InvalidArgument  # noqa: E402
 from refitd.layout.capture import Copy, Processed, capture  # noqa: E402
 from refitd.serving import Settings, delivery, derived  # noqa: E402
 from refitd.serving.derived import NotDerived, Quantised, Requantised  # noqa: E402
+from refitd.serving.evidence import Entry  # noqa: E402
 from torch import nn  # noqa: E402
 
 BLOCK = Quantised("fp8_block", "weight", "weight_scale_inv")
@@ -183,9 +184,10 @@ class TableTest(unittest.TestCase):
     """Which parameters and buffers a loader fills in part."""
 
     def padded(self, model, count=4):
-        held = [delivery._Entry(name, model, tensor, name == "w") for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+        held = [Entry(name, model, tensor, name == "w") for name, tensor in (*model.named_parameters(), *model.named_buffers())]
         found = capture(model.load_weights, [TensorSpec(str(i), "float32", (4,)) for i in range(count)])
-        return delivery._padded(held, found, types.SimpleNamespace(is_vocabulary=lambda module: False))
+        inside = types.SimpleNamespace(is_vocabulary=lambda module: False)
+        return delivery._padded(types.SimpleNamespace(held=held, inside=inside), found)
 
     def test_a_table_that_is_only_read_is_no_parameter_that_is_filled_in_part(self):
         self.assertEqual(self.padded(Experts()), [])
