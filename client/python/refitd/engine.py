@@ -408,7 +408,7 @@ class Engine(Member):
         an update whose values differ fails, naming both tensors; by refit before anything is written.
 
         Args:
-            layout: What refitd.capture returned, a dict of names to tensors, or a list of refitd.Shard. Their memory must be of regions
+            layout: What refitd.capture returned, a torch module, a dict of names to tensors, or a list of refitd.Shard. Their memory must be of regions
                 (refitd.empty, refitd.adopt) or on the GPU `device`.
             buffers: Of a module: whether persistent buffers are taken, or patterns of those that are.
             leave_out: Patterns of names that are not taken.
