@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <functional>
 #include <map>
 #include <set>
@@ -16,42 +15,6 @@
 
 namespace refitd::group {
 namespace {
-
-// ---- advice about a name that one side lacks, for messages ----
-
-constexpr std::string_view kCompiled = "_orig_mod.";  // also in the middle: of compiled submodules
-constexpr std::string_view kParallel = "module.";
-constexpr std::array<std::string_view, 4> kWrappers = {"_orig_mod.", "module.", "module._orig_mod.",
-                                                       "_orig_mod.module."};
-
-std::string WithoutWrappers(std::string_view name) {
-  std::string plain(name);
-  for (size_t at = 0; (at = plain.find(kCompiled, at)) != std::string::npos;) {
-    plain.erase(at, kCompiled.size());
-  }
-  while (plain.starts_with(kParallel)) plain.erase(0, kParallel.size());
-  return plain;
-}
-
-std::string Hint(std::string_view known) {
-  return fmt::format(
-      "; '{}' is known: \"_orig_mod.\" (torch.compile) and \"module.\" (DistributedDataParallel) "
-      "are no part of a name, so take the names from the model that is wrapped",
-      known);
-}
-
-// If the other side knows the tensor with or without the names of modules that wrap a model: the
-// name that is known. Else `otherwise`, the advice for a name that is really unknown.
-std::string NameHint(std::string_view name, const std::function<bool(std::string_view)>& known,
-                     std::string_view otherwise) {
-  const std::string plain = WithoutWrappers(name);
-  if (plain != name && known(plain)) return Hint(plain);
-  for (const std::string_view wrapper : kWrappers) {
-    const std::string wrapped = fmt::format("{}{}", wrapper, name);
-    if (known(wrapped)) return Hint(wrapped);
-  }
-  return fmt::format("; {}", otherwise);
-}
 
 bool SameElements(const TensorSpec& a, const TensorSpec& b) {
   return a.dtype == b.dtype && a.shape == b.shape;
@@ -355,9 +318,9 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
     const auto known = [this, i](std::string_view name) { return Knows(kind_of_[i], name); };
     return AboutTensor(Error(absl::StatusCode::kFailedPrecondition,
                              "tensor '{}' is unknown to instance {}{}", tensor.name, instances_[i],
-                             NameHint(tensor.name, known,
-                                      reads_slots_[i] ? "its manifest must list what is pushed"
-                                                      : kAdviceUnwanted)),
+                             NameAdvice(tensor.name, known,
+                                        reads_slots_[i] ? "its manifest must list what is pushed"
+                                                        : kAdviceUnwanted)),
                        tensor.name);
   }
   return absl::OkStatus();
@@ -430,7 +393,7 @@ absl::Status Catalog::CheckAllCame(const Came& came, const std::vector<bool>& ev
       Error(absl::StatusCode::kFailedPrecondition,
             "tensor '{}' of instance {} was never pushed{}{}", missing, instances_[wanted_by],
             source == nullptr ? "" : fmt::format(", nor '{}', of which it is made", source->name),
-            NameHint(source == nullptr ? missing : source->name, pushed, kAdviceEngineOnly)),
+            NameAdvice(source == nullptr ? missing : source->name, pushed, kAdviceEngineOnly)),
       missing);
 }
 

@@ -1,7 +1,9 @@
-// Messages about a tensor that one side lacks end with this advice.
+// Messages about a tensor that one side lacks end with this advice. Pure; thread-safe.
 #ifndef REFITD_TRANSPORT_PLAN_NAME_ADVICE_H_
 #define REFITD_TRANSPORT_PLAN_NAME_ADVICE_H_
 
+#include <functional>
+#include <string>
 #include <string_view>
 
 namespace refitd {
@@ -13,6 +15,12 @@ inline constexpr std::string_view kAdviceUnwanted =
 inline constexpr std::string_view kAdviceEngineOnly =
     "if the engine keeps it itself, list it in the group's engine_only_tensors; if it shares "
     "another tensor's memory, register it with tied=";
+
+// Returns the end of a message, "; ...", about a name that one side lacks. If the other side knows
+// the name with or without the names of modules that wrap a model ("_orig_mod.", "module."), that
+// is said; else `otherwise`, the advice for a name that is really unknown.
+std::string NameAdvice(std::string_view name, const std::function<bool(std::string_view)>& known,
+                       std::string_view otherwise);
 
 }  // namespace refitd
 

@@ -414,7 +414,12 @@ class Router {
       }
       if (MatchesAny(options_.unwanted_allowed, name)) continue;
       if (const std::string lacking = Lacking(t, instances); !lacking.empty()) {
-        return AboutTensor(Precondition("tensor {}: {}; {}", name, lacking, kAdviceUnwanted), name);
+        const auto known = [this](std::string_view other) {
+          return Declares(destinations_, other);
+        };
+        return AboutTensor(Precondition("tensor {}: {}{}", name, lacking,
+                                        NameAdvice(name, known, kAdviceUnwanted)),
+                           name);
       }
     }
     return absl::OkStatus();
@@ -467,6 +472,17 @@ class Router {
       if (known.Number(layouts) == instances.size()) instances.push_back(layouts);
     }
     return instances;
+  }
+
+  // Whether a layout of the side declares a tensor of this name.
+  bool Declares(const Side& side, std::string_view name) const {
+    const auto tensor =
+        std::lower_bound(plan_.tensors.begin(), plan_.tensors.end(), name,
+                         [](const TensorSpec& t, std::string_view n) { return t.name < n; });
+    if (tensor == plan_.tensors.end() || tensor->name != name) return false;
+    const auto t = static_cast<size_t>(tensor - plan_.tensors.begin());
+    return std::any_of(side.declared.begin(), side.declared.end(),
+                       [t](const std::vector<bool>& declared) { return declared[t]; });
   }
 
   // Names an instance that lacks a trainers' tensor, as text; empty: there is none.
@@ -731,7 +747,10 @@ class Router {
     const std::string& name = plan_.tensors[t].name;
     const std::string missing = FirstMissing(t);
     if (Exhausted()) return TooMuch(t);
-    return AboutTensor(Precondition("tensor {}: {}; {}", name, missing, kAdviceEngineOnly), name);
+    const auto known = [this](std::string_view other) { return Declares(sources_, other); };
+    return AboutTensor(
+        Precondition("tensor {}: {}{}", name, missing, NameAdvice(name, known, kAdviceEngineOnly)),
+        name);
   }
 
   // Names the first missing element of the first destination that lacks one.

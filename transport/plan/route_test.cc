@@ -470,6 +470,13 @@ TEST_CASE("A tensor that is missing on either side is an error unless allowed") 
   CHECK_THAT(CompileError({Trainer(a, 0)}, {Engine(both, 0)}),
              Contains("engine_only_tensors") && Contains("tied="));
   CHECK_THAT(CompileError({Trainer(both, 0)}, {Engine(a, 0)}), Contains("unwanted_tensors"));
+  // Names of a model that torch.compile wraps: leaving the tensor out would leave it stale.
+  const LayoutPtr wrapped = Make({{"_orig_mod.a", DType::kUint8, {1}}}, {Dense(0, {{0}, {1}})});
+  for (const std::string& error : {CompileError({Trainer(wrapped, 0)}, {Engine(a, 0)}),
+                                   CompileError({Trainer(a, 0)}, {Engine(wrapped, 0)})}) {
+    CHECK_THAT(error, Contains("is known: \"_orig_mod.\" (torch.compile)") &&
+                          !Contains("unwanted_tensors") && !Contains("engine_only_tensors"));
+  }
   RouteOptions options;
   options.unwanted_allowed = {"b"};
   CHECK(MustCompile({Trainer(both, 0)}, {Engine(a, 0)}, options).bytes == 1);
