@@ -89,7 +89,6 @@ def test_five_versions_with_two_ranks(name: str, folder: Path, daemon: Any, tmp_
         ("fp8_block_reciprocal", "qwen3", {}),
         ("fp8_block_reciprocal", "qwen3-moe", {}),
         ("fp8_block", "qwen3-moe-wide", dict(tp=2)),
-        ("fp8_block", "qwen3-moe-wide", dict(tp=2, ep_size=2)),
     ],
 )
 def test_bfloat16_trainers_feed_a_checkpoint_quantised_in_blocks(
