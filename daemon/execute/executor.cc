@@ -28,7 +28,7 @@ struct BoundSource {
   absl::Span<const TensorSpec> tensors;  // of the bucket: from the part's first to its last
   std::vector<Piece> planned;
   std::vector<BoundPiece> pieces;
-  // What engines derive from the pieces, in the three forms above.
+  // These three are the same for the tensors that engines derive from the pieces.
   std::vector<TensorSpec> derived;
   std::vector<Piece> planned_derived;
   std::vector<BoundPiece> computed;

@@ -326,7 +326,7 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
   return absl::OkStatus();
 }
 
-// What is derived from a pushed tensor is derived from a tensor of this dtype and shape.
+// A tensor that engines derive from `tensor` must name its dtype and shape as those of its source.
 absl::Status Catalog::CheckSource(const TensorSpec& tensor) const {
   for (const TensorSpec* const derived : DeclaredFrom(tensor.name)) {
     const TensorSpec& from = derived->derived->from;

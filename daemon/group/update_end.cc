@@ -75,7 +75,7 @@ void UpdateEnd::Answer(const Requests::ByCall& awaited, const CommitReply* done,
     return WithFailure(Error(code, "the update to version {} is lost: {}", update_.version, reason),
                        failure);
   };
-  // Of a copy, since Finish takes the request out of those that are unfinished.
+  // This walks a copy, since Finish takes the request out of those that are unfinished.
   for (const auto& [call, request] : Requests::ByCall(awaited)) {
     if (done == nullptr) {
       requests_.Finish(request, lost(CodeFor(request->kind)), EmptyReply{});

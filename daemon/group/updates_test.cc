@@ -1,4 +1,4 @@
-// Which update runs, which waits and which have ended; and how one ends.
+// These tests open, suspend and end updates of a group without engines.
 #include "daemon/group/updates.h"
 
 #include <algorithm>
@@ -90,7 +90,7 @@ TEST_CASE("one update runs at a time (P3)") {
   g.End(Outcome::kAborted);
 }
 
-TEST_CASE("calls of an update that is over, or not yet open, are told what became of it") {
+TEST_CASE("calls of an update that is over, or not yet open, are answered by what became of it") {
   OneTrainer g;
   CHECK(g.Refused(2).code() == absl::StatusCode::kFailedPrecondition);
   g.Open(2);

@@ -966,8 +966,8 @@ std::optional<int64_t> IntervalSet::FirstGap(int64_t size) const {
 
 namespace {
 
-// How many of `count` elements from `start` on end after a multiple of `rows` rows of the last two
-// dimensions; 0: none do.
+// Returns the most elements from `start` on, up to `count`, that end after a multiple of `rows`
+// rows of the last two dimensions; 0: there is no such end.
 int64_t CountToRowEnd(const Dims& shape, int64_t start, int64_t count, int64_t rows) {
   if (shape.size() < 2) return count;
   const int64_t row = shape.back();
@@ -977,8 +977,8 @@ int64_t CountToRowEnd(const Dims& shape, int64_t start, int64_t count, int64_t r
   return std::max<int64_t>(cut - start, 0);
 }
 
-// How many of `count` elements, which don't reach the end of their range, an empty bucket takes, or
-// another.
+// Returns how many of the next `count` elements go into a bucket that has no room for the rest of
+// their range. `empty`: the bucket has nothing yet.
 int64_t CountToCut(const Dims& shape, int64_t start, int64_t count, bool empty) {
   const int64_t whole = CountToRowEnd(shape, start, count, kCutRows);
   if (whole > 0 || !empty) return whole;

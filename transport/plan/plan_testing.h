@@ -51,6 +51,16 @@ void ForEach(const Box& box, const Visit& visit) {
   }
 }
 
+// Cuts a box of two elements or more in dimension d, at a random place; returns the second part.
+inline Box CutOff(Box* box, size_t d, Rng* rng) {
+  const int64_t first = 1 + Below(rng, box->extent[d] - 1);
+  Box rest = *box;
+  rest.offset[d] += first;
+  rest.extent[d] -= first;
+  box->extent[d] = first;
+  return rest;
+}
+
 // Cuts a box up to `cuts` times, each time one of the boxes so far, anywhere in any dimension.
 inline std::vector<Box> CutAnywhere(Box whole, int64_t cuts, Rng* rng) {
   std::vector<Box> boxes = {std::move(whole)};
@@ -58,11 +68,7 @@ inline std::vector<Box> CutAnywhere(Box whole, int64_t cuts, Rng* rng) {
     Box& box = boxes[static_cast<size_t>(Below(rng, std::ssize(boxes)))];
     const auto d = static_cast<size_t>(Below(rng, std::ssize(box.extent)));
     if (box.extent[d] < 2) continue;
-    const int64_t first = 1 + Below(rng, box.extent[d] - 1);
-    Box rest = box;
-    rest.offset[d] += first;
-    rest.extent[d] -= first;
-    box.extent[d] = first;
+    Box rest = CutOff(&box, d, rng);  // before the list grows
     boxes.push_back(std::move(rest));
   }
   return boxes;
@@ -129,11 +135,7 @@ inline std::vector<Box> Partition(Rng* rng, const Dims& shape) {
       done.push_back(std::move(box));
       continue;
     }
-    const int64_t cut = 1 + Below(rng, box.extent[d] - 1);
-    Box rest = box;
-    rest.offset[d] += cut;
-    rest.extent[d] -= cut;
-    box.extent[d] = cut;
+    Box rest = CutOff(&box, d, rng);
     open.push_back(std::move(box));
     open.push_back(std::move(rest));
   }

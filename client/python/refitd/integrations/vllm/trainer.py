@@ -85,7 +85,7 @@ class RefitdTrainerEngine(TrainerWeightTransferEngine):
     """A trainer rank. `result`: what the last send_weights() returned; None before. Not thread-safe."""
 
     init_info_cls = RefitdTrainerInitInfo
-    # Who drives it, for status pages and errors.
+    # The framework that calls this class; status pages and errors name it.
     framework = "vllm"
 
     @classmethod
