@@ -69,7 +69,7 @@ class Catalog {
   int64_t WantedOf(std::string_view tensor) const;
   // The names of tensors that are derived from `source`.
   std::set<std::string_view> DerivedFrom(std::string_view source) const;
-  // What the tensor is derived from; null: it is not derived.
+  // Returns the tensor from which `tensor` is derived; null: it is not derived.
   const TensorSpec* SourceOf(std::string_view tensor) const;
   // The number of tensors that instances want. Computed at the first call, at the cost of the
   // table's tensors that not all of its lists want; only if the table has a list that no rank here

@@ -541,8 +541,8 @@ struct PeerStream {
   uint64_t out = 0;
   uint64_t in = 0;
 };
-// What one node sent to another over the wire in one run: the bytes, and the time in which the
-// connection was busy with them (WireUse).
+// Counts what one node sent to another over the wire in one run: the bytes, and the time in which
+// the connection was busy with them (WireUse).
 struct PeerLinkUse {
   uint32_t peer = 0;  // number in the plan
   int64_t bytes = 0;

@@ -1,8 +1,8 @@
-// What members call. A member's Attach stream begins with a hello, which leads to the member's
-// group: it exists already, is made now, is waited for, or is joined. The end of the stream ends
-// the member's lease. All other calls are authenticated by the lease and handed to the group as
-// events that wait for their answer: a trainer's calls, layouts, and what engines report. Calls
-// that need staging slots or device memory wait for these first.
+// MemberCalls has what members call. A member's Attach stream begins with a hello, which leads to
+// the member's group: it exists already, is made now, is waited for, or is joined. The end of the
+// stream ends the member's lease. All other calls are authenticated by the lease and handed to the
+// group as events that wait for their answer: a trainer's calls, layouts, and what engines report.
+// Calls that need staging slots or device memory wait for these first.
 //
 //   member_calls_attach.cc     Attach streams
 //   member_calls.cc            trainers' calls, engines' events
