@@ -67,14 +67,14 @@ void AddRuns(const Runs& runs, size_t repeat, int64_t at, std::vector<ByteRange>
 std::vector<ByteRange> Complement(std::vector<ByteRange> named, int64_t bytes) {
   std::sort(named.begin(), named.end(),
             [](const ByteRange& a, const ByteRange& b) { return a.begin < b.begin; });
-  std::vector<ByteRange> unnamed;
+  std::vector<ByteRange> outside;
   int64_t at = 0;
   for (const ByteRange& range : named) {
-    if (range.begin > at) unnamed.push_back({at, range.begin});
+    if (range.begin > at) outside.push_back({at, range.begin});
     at = std::max(at, range.end);
   }
-  if (at < bytes) unnamed.push_back({at, bytes});
-  return unnamed;
+  if (at < bytes) outside.push_back({at, bytes});
+  return outside;
 }
 
 // A stretch of a side is all data, or all hole of the side's memfd; it ends before byte `end`.
@@ -183,7 +183,7 @@ BoundPiece Bytes(const MemorySpan& memory, const ByteRange& range, bool hole) {
   const bool wide = bytes % kWide == 0 && range.begin % kWide == 0;
   const Dims shape = {wide ? bytes / kWide : bytes};
   return {wide ? DType::kInt64 : DType::kUint8,       shape,          WholeBox(shape), {1},
-          hole ? Zeros() : memory.data + range.begin, "unnamed bytes"};
+          hole ? Zeros() : memory.data + range.begin, "outside bytes"};
 }
 
 absl::Status Differ(const ComparedSides& sides, const ByteRange& range, const std::string& label) {
@@ -248,8 +248,8 @@ class Comparison : public std::enable_shared_from_this<Comparison> {
 
 }  // namespace
 
-UnnamedBytes UnnamedIn(const Layout& layout,
-                       const std::function<std::optional<int64_t>(RegionId)>& region_bytes) {
+OutsideBytes BytesOutside(const Layout& layout,
+                          const std::function<std::optional<int64_t>(RegionId)>& region_bytes) {
   if (layout.backs.empty()) return nullptr;
   std::map<RegionId, std::vector<ByteRange>> named;
   int64_t left = kMaxNamedRuns;
@@ -266,19 +266,19 @@ UnnamedBytes UnnamedIn(const Layout& layout,
           {piece.byte_offset, piece.byte_offset + SpanBytes(piece, dtype).value_or(0)});
     }
   }
-  auto unnamed = std::make_shared<std::vector<std::vector<ByteRange>>>();
-  unnamed->reserve(layout.backs.size());
+  auto outside = std::make_shared<std::vector<std::vector<ByteRange>>>();
+  outside->reserve(layout.backs.size());
   for (const RegionBack& pair : layout.backs) {
-    unnamed->push_back(
+    outside->push_back(
         Complement(std::move(named[pair.region]), region_bytes(pair.region).value_or(0)));
   }
-  return unnamed;
+  return outside;
 }
 
-int64_t BytesOf(const UnnamedBytes& unnamed) {
+int64_t BytesOf(const OutsideBytes& outside) {
   int64_t ranges = 0;
-  if (unnamed == nullptr) return 0;
-  for (const std::vector<ByteRange>& of : *unnamed) ranges += static_cast<int64_t>(of.size());
+  if (outside == nullptr) return 0;
+  for (const std::vector<ByteRange>& of : *outside) ranges += static_cast<int64_t>(of.size());
   return ranges * static_cast<int64_t>(sizeof(ByteRange));
 }
 

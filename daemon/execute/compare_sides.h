@@ -31,13 +31,13 @@ inline constexpr int64_t kMaxNamedRuns = 1 << 20;
 
 // By entry of Layout::backs: the bytes of the region that no piece names, ascending, as few ranges
 // as there can be. Null: none.
-using UnnamedBytes = std::shared_ptr<const std::vector<std::vector<ByteRange>>>;
+using OutsideBytes = std::shared_ptr<const std::vector<std::vector<ByteRange>>>;
 // The layout must be valid; `region_bytes` gives the size of its regions.
-UnnamedBytes UnnamedIn(const Layout& layout,
-                       const std::function<std::optional<int64_t>(RegionId)>& region_bytes);
+OutsideBytes BytesOutside(const Layout& layout,
+                          const std::function<std::optional<int64_t>(RegionId)>& region_bytes);
 
 // The memory that they take.
-int64_t BytesOf(const UnnamedBytes& unnamed);
+int64_t BytesOf(const OutsideBytes& outside);
 
 // Both sides of an arena, of equal size, and what is to be compared.
 struct ComparedSides {

@@ -51,10 +51,10 @@ std::pair<Piece, DType> At(int64_t byte_offset, Dims extent, Dims strides,
   return {piece, dtype};
 }
 Ranges UnnamedOf(const Layout& layout, int64_t bytes) {
-  return UnnamedIn(layout, [bytes](RegionId) { return bytes; })->at(0);
+  return BytesOutside(layout, [bytes](RegionId) { return bytes; })->at(0);
 }
 
-TEST_CASE("unnamed bytes lie before, between and behind pieces, and between their rows") {
+TEST_CASE("outside bytes lie before, between and behind pieces, and between their rows") {
   CHECK(UnnamedOf(LayoutOf({}), 100) == Ranges{{0, 100}});
   CHECK(UnnamedOf(LayoutOf({At(0, {100}, {1})}), 100).empty());
   CHECK(UnnamedOf(LayoutOf({At(8, {4}, {1}, DType::kFloat32), At(40, {4}, {1})}), 64) ==

@@ -543,7 +543,7 @@ struct PeerStream {
 };
 // Counts what one node sent to another over the wire in one run: the bytes, and the time in which
 // the connection was busy with them (WireUse).
-struct PeerLinkUse {
+struct PeerWireUse {
   uint32_t peer = 0;  // number in the plan
   int64_t bytes = 0;
   Duration busy{};
@@ -568,7 +568,7 @@ struct RefitDone {
   std::optional<int64_t> lacks{};
   // The links over which this node sent in this attempt, ascending peers. Empty: its wire does not
   // measure.
-  std::vector<PeerLinkUse> links{};
+  std::vector<PeerWireUse> links{};
 };
 
 // An operator gives the running update up.

@@ -239,7 +239,7 @@ bool Membership::EnterEngine(Member member, const EngineIdentity& who, bool drai
   instance.name = who.instance;
   instance.world_size = who.world_size;
   instance.ranks[who.rank] = member.id;
-  NoteStanding(who.instance);
+  NoteChanged(who.instance);
   if (who.dirty) {
     // One rank with dirty weights makes the whole instance dirty (P2).
     const auto dirty = Next(instance.state, InstanceTrigger::kMarkDirty);
@@ -304,7 +304,7 @@ void Membership::Register(Member* member, const LayoutRegistered& e) {
   member->layout_digest = e.digest.has_value() ? *e.digest : e.layout->Digest();
   out_.Changed();
   if (!member->engine) return;
-  NoteStanding(member->instance);
+  NoteChanged(member->instance);
   declared_->Add(member->layout);
   Instance* const instance = FindInstance(member->instance);
   if (instance == nullptr) return;
@@ -320,7 +320,7 @@ void Membership::Withdraw(Member* member) {
   Instance& instance = instances_.at(member->instance);
   instance.back.reset();
   Step(&instance.state, InstanceTrigger::kRankLost);
-  NoteStanding(member->instance);
+  NoteChanged(member->instance);
   out_.Changed();
 }
 
@@ -373,7 +373,7 @@ void Membership::Lose(Member* member) {
   const auto it = instances_.find(member->instance);
   it->second.ranks.erase(member->rank);
   it->second.back.reset();
-  NoteStanding(member->instance);
+  NoteChanged(member->instance);
   const bool last = it->second.ranks.empty();
   ++changes_;
   Step(&it->second.state, last ? InstanceTrigger::kLastLost : InstanceTrigger::kRankLost);
@@ -428,7 +428,7 @@ void Membership::Replace(const std::string& by) {
   for (auto& [id, member] : members_) member.held.reset();
   for (auto& [instance_name, instance] : instances_) {
     Step(&instance.state, InstanceTrigger::kMarkDirty);
-    NoteStanding(instance_name);
+    NoteChanged(instance_name);
     instance.back.reset();
     instance.reason = "the group was replaced";
   }
@@ -468,13 +468,13 @@ std::optional<HeldVersion> Membership::VersionOf(const Instance& instance) const
   return common;
 }
 
-void Membership::NoteAllStandings() {
-  for (const auto& [instance_name, instance] : instances_) NoteStanding(instance_name);
+void Membership::NoteAllChanged() {
+  for (const auto& [instance_name, instance] : instances_) NoteChanged(instance_name);
 }
 
 void Membership::MarkDirty(Instance* instance, std::string reason) {
   Step(&instance->state, InstanceTrigger::kMarkDirty);
-  NoteStanding(instance->name);
+  NoteChanged(instance->name);
   instance->reason = std::move(reason);
   out_.Log(LogLine::kWarning,
            fmt::format("instance {} is dirty: {}", instance->name, instance->reason));

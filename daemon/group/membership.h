@@ -184,12 +184,12 @@ class Membership {
   // The version that all ranks of the instance hold, of the same incarnation.
   std::optional<HeldVersion> VersionOf(const Instance& instance) const;
   // The instance's state, ranks or version have changed.
-  void NoteStanding(const std::string& instance) { restood_.insert(instance); }
-  void NoteAllStandings();
+  void NoteChanged(const std::string& instance) { changed_instances_.insert(instance); }
+  void NoteAllChanged();
   void MarkDirty(Instance* instance, std::string reason);
-  bool any_restood() const { return !restood_.empty(); }
+  bool any_instance_changed() const { return !changed_instances_.empty(); }
   // The names of instances, also of those that are gone, whose standing may have changed.
-  std::set<std::string> TakeRestood() { return std::exchange(restood_, {}); }
+  std::set<std::string> TakeChangedInstances() { return std::exchange(changed_instances_, {}); }
   // Keeps the instances of a node out of updates, while it has members.
   void KeepOut(NodeId node, const std::string& why);
   // Why a complete instance takes part in no update: the node of one of its ranks is kept out.
@@ -229,7 +229,7 @@ class Membership {
   std::map<int, MemberId> trainers_;           // by rank
   std::map<std::string, Instance> instances_;  // by name
   // Names of instances whose standing may have changed since it was asked for last.
-  std::set<std::string> restood_;
+  std::set<std::string> changed_instances_;
   // Nodes whose instances updates leave out, with the reason. An entry goes with the node's last
   // member.
   std::map<NodeId, std::string> kept_out_;

@@ -75,7 +75,7 @@ void UpdateParticipants::BeginPrepare(Participant* participant) {
   participant->prepared = true;
   participant->asked = out_.now();
   Step(&members_.FindInstance(participant->instance)->state, InstanceTrigger::kPrepare);
-  members_.NoteStanding(participant->instance);
+  members_.NoteChanged(participant->instance);
   for (const MemberId id : participant->members) {
     Step(&members_.Find(id)->state, MemberTrigger::kPrepare);
   }
@@ -260,7 +260,7 @@ void UpdateParticipants::WriteFirst(uint32_t index) {
   if (participant.shadowed) return;
   participant.written = true;
   Step(&instance.state, InstanceTrigger::kFirstWrite);
-  members_.NoteStanding(participant.instance);
+  members_.NoteChanged(participant.instance);
   instance.reason = fmt::format("version {} is being written", update_.version);
   for (const MemberId id : participant.members) members_.Find(id)->held.reset();
   out_.Changed();
@@ -310,7 +310,7 @@ void UpdateParticipants::Evict(uint32_t index, const std::string& reason, const 
   instance->reason = reason;
   const auto next = Next(instance->state, InstanceTrigger::kGiveUp);
   if (next.has_value()) instance->state = *next;
-  members_.NoteStanding(participant.instance);
+  members_.NoteChanged(participant.instance);
 }
 
 void UpdateParticipants::AbortEvictedIfQuiet() {
@@ -353,7 +353,7 @@ void UpdateParticipants::Abort(bool quiet, const std::string& reason, const Fail
     if (participant.prepared) {
       Instance& instance = *members_.FindInstance(participant.instance);
       Step(&instance.state, InstanceTrigger::kGiveUp);
-      members_.NoteStanding(participant.instance);
+      members_.NoteChanged(participant.instance);
       if (participant.written) instance.reason = reason;
     }
     SendAborted(&participant, reason, failure);
@@ -387,7 +387,7 @@ void UpdateParticipants::CommitRanks(Participant* participant,
   participant->pause = out_.now() - PauseBegan(*participant);
   Instance& instance = *members_.FindInstance(participant->instance);
   Step(&instance.state, InstanceTrigger::kCommit);
-  members_.NoteStanding(participant->instance);
+  members_.NoteChanged(participant->instance);
   instance.reason.clear();
   instance.installed = update_.id;
   for (const MemberId id : participant->members) {

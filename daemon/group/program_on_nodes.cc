@@ -225,7 +225,7 @@ void ProgramOnNodes::Issue(const Around& around) {
 bool ProgramOnNodes::ShareEnded(NodeId node, const RefitDone& done, const Around& around) {
   if (done.attempt != attempt_ || !shares_.End(node)) return false;
   lacks_[node] = done.lacks;
-  for (const PeerLinkUse& link : done.links) {
+  for (const PeerWireUse& link : done.links) {
     if (link.peer >= use_.nodes.size()) continue;
     record_.uses.push_back({node, use_.nodes[link.peer], link.bytes, link.busy});
   }

@@ -6,7 +6,7 @@
 // and a catch-up brings it the version after the others have it.
 //
 // A node is judged by what nodes tell: what they sent to each other node, and how long the network
-// between the two took for it (PeerLinkUse). That time has no waits in it, neither for bytes to
+// between the two took for it (PeerWireUse). That time has no waits in it, neither for bytes to
 // send nor for room at the receiver, so it is the same wherever a node stands in a chain. The rate
 // of a node is that of the fastest link into it: if only one of its senders is slow, the others
 // show that the node is not. The node is slow if

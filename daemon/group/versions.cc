@@ -53,7 +53,7 @@ void Versions::Bring(const EngineIdentity& who, Member* member) {
   if (who.held_origin == incarnation_ || had_version_) return;
   // Instances without a version were ready until now, as in a group that never had one.
   had_version_ = true;
-  members_.NoteAllStandings();
+  members_.NoteAllChanged();
 }
 
 // Whether the rank may hold the version that it says. The group knows what it committed to whom in
@@ -105,7 +105,7 @@ void Versions::RollBack(Version version) {
   last_ = version;
   previous_.reset();
   previous_content_.reset();
-  members_.NoteAllStandings();
+  members_.NoteAllChanged();
 }
 
 void Versions::Install(Member* member, uint64_t digest) {
@@ -135,9 +135,10 @@ void Versions::Replace(uint64_t incarnation) {
 // ---- standings ----
 
 std::vector<InstanceStanding> Versions::TakeStandings() {
-  if (members_.any_restood()) FindLineage();
+  if (members_.any_instance_changed()) FindLineage();
   std::vector<InstanceStanding> standings;
-  for (const std::string& name : members_.TakeRestood()) standings.push_back(StandingOf(name));
+  for (const std::string& name : members_.TakeChangedInstances())
+    standings.push_back(StandingOf(name));
   return standings;
 }
 
@@ -253,7 +254,7 @@ void Versions::FindLineage() {
   contents_ = std::move(brought);
   rollbacks_ = std::move(rollbacks);
   if (same) return;
-  members_.NoteAllStandings();
+  members_.NoteAllChanged();
 }
 
 // Whether the version, of an earlier incarnation, may be served beside what the others hold.

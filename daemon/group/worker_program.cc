@@ -567,9 +567,9 @@ void worker::Job::CountLinks(const WireDone& done_round) {
   for (uint32_t peer = 0; peer < run->ranks.size(); ++peer) {
     const uint32_t rank = run->ranks[peer];
     if (rank >= before.size() || uses[rank] == before[rank]) continue;
-    std::vector<PeerLinkUse>& links = result.links;
+    std::vector<PeerWireUse>& links = result.links;
     auto link = std::lower_bound(links.begin(), links.end(), peer,
-                                 [](const PeerLinkUse& l, uint32_t p) { return l.peer < p; });
+                                 [](const PeerWireUse& l, uint32_t p) { return l.peer < p; });
     if (link == links.end() || link->peer != peer) link = links.insert(link, {peer, 0, {}});
     link->bytes += uses[rank].bytes - before[rank].bytes;
     link->busy += uses[rank].busy - before[rank].busy;

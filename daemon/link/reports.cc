@@ -190,8 +190,8 @@ void Put(const RefitDone& v, v1::PeerMessage* message) {
   SetStreams(v.streams, out);
   out->set_attempt(v.attempt);
   if (v.lacks.has_value()) out->set_lacks(*v.lacks);
-  for (const PeerLinkUse& link : v.links) {
-    v1::PeerLinkUse* use = out->add_links();
+  for (const PeerWireUse& link : v.links) {
+    v1::PeerWireUse* use = out->add_links();
     use->set_peer(link.peer);
     use->set_bytes(link.bytes);
     use->set_busy_us(std::chrono::duration_cast<std::chrono::microseconds>(link.busy).count());
@@ -434,7 +434,7 @@ absl::StatusOr<RefitDone> ReportOf(const v1::PeerRunDone& message) {
   }
   REFITD_RETURN_IF_ERROR(AtMost(message.links_size(), kMaxNodes, "run_done.links"));
   for (int i = 0; i < message.links_size(); ++i) {
-    const v1::PeerLinkUse& link = message.links(i);
+    const v1::PeerWireUse& link = message.links(i);
     const std::string field = fmt::format("run_done.links[{}]", i);
     REFITD_RETURN_IF_ERROR(InRange(link.peer(), 0, kMaxNodes - 1, field + ".peer"));
     REFITD_RETURN_IF_ERROR(NotNegative(link.bytes(), field + ".bytes"));

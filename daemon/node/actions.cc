@@ -157,7 +157,7 @@ struct Performer {
       MemberRecord* member = Find(call->layout->member);
       if (a.status.ok() && member != nullptr && !call->layout->layout->backs_differ) {
         member->Register(std::move(call->layout->layout), call->layout->digest,
-                         call->layout->content, std::move(call->layout->unnamed));
+                         call->layout->content, std::move(call->layout->outside));
         EndRestore(state, member, /*differs=*/"", lock);
       }
     }

@@ -58,11 +58,11 @@ bool Calls::IsSource(RegionId region) const {
   });
 }
 
-absl::Status Calls::AdmitOpening(CallId id, MemberId member, int64_t most_of_member) {
+absl::Status Calls::BeginOpening(CallId id, MemberId member, int64_t max_of_member) {
   const auto of_member = std::count_if(opening_.begin(), opening_.end(), [member](const auto& e) {
     return e.second.member == member;
   });
-  if (of_member >= most_of_member || opening_.size() >= kMaxOpening) {
+  if (of_member >= max_of_member || opening_.size() >= kMaxOpening) {
     return Error(absl::StatusCode::kResourceExhausted,
                  "{} calls of the member, {} of all, wait for memory already", of_member,
                  opening_.size());

@@ -46,7 +46,7 @@ class Calls {
     std::shared_ptr<const Layout> layout;
     uint64_t digest = 0;                // of its structure
     std::optional<uint64_t> content{};  // LayoutRegistered::content; nullopt: not read
-    UnnamedBytes unnamed{};             // MemberRecord::unnamed
+    OutsideBytes outside{};             // MemberRecord::outside_bytes
   };
   struct Call {
     std::string group;
@@ -73,8 +73,8 @@ class Calls {
   bool IsSource(RegionId region) const;
 
   // ---- calls that wait for memory, before their event enters the group ----
-  // RESOURCE_EXHAUSTED: `most_of_member` calls of the member wait already, or kMaxOpening of all.
-  absl::Status AdmitOpening(CallId id, MemberId member, int64_t most_of_member);
+  // RESOURCE_EXHAUSTED: `max_of_member` calls of the member wait already, or kMaxOpening of all.
+  absl::Status BeginOpening(CallId id, MemberId member, int64_t max_of_member);
   // The member whose call waits. CANCELLED: the caller has left.
   absl::StatusOr<MemberId> OpeningOf(CallId id) const;
   // Ends the call's wait. CANCELLED: the caller left meanwhile.

@@ -80,13 +80,13 @@ TEST_CASE("calls beyond the limit are refused, and admitted again after an answe
 
 TEST_CASE("calls that wait for device memory are limited for each member") {
   Calls calls;
-  REQUIRE(calls.AdmitOpening(CallId(1), MemberId(1), 2).ok());
-  REQUIRE(calls.AdmitOpening(CallId(2), MemberId(1), 2).ok());
-  CHECK(calls.AdmitOpening(CallId(3), MemberId(1), 2).code() ==
+  REQUIRE(calls.BeginOpening(CallId(1), MemberId(1), 2).ok());
+  REQUIRE(calls.BeginOpening(CallId(2), MemberId(1), 2).ok());
+  CHECK(calls.BeginOpening(CallId(3), MemberId(1), 2).code() ==
         absl::StatusCode::kResourceExhausted);
-  CHECK(calls.AdmitOpening(CallId(3), MemberId(2), 2).ok());
+  CHECK(calls.BeginOpening(CallId(3), MemberId(2), 2).ok());
   CHECK(calls.EndOpening(CallId(1)).ok());
-  CHECK(calls.AdmitOpening(CallId(4), MemberId(1), 2).ok());
+  CHECK(calls.BeginOpening(CallId(4), MemberId(1), 2).ok());
   calls.CheckInvariants();
 }
 
@@ -95,9 +95,9 @@ TEST_CASE("calls that wait for device memory are limited for all members togethe
   uint64_t id = 0;
   while (id < Calls::kMaxOpening) {
     ++id;
-    REQUIRE(calls.AdmitOpening(CallId(id), MemberId(id), 1).ok());
+    REQUIRE(calls.BeginOpening(CallId(id), MemberId(id), 1).ok());
   }
-  const auto next = [&] { return calls.AdmitOpening(CallId(id + 1), MemberId(id + 1), 1); };
+  const auto next = [&] { return calls.BeginOpening(CallId(id + 1), MemberId(id + 1), 1); };
   CHECK(next().code() == absl::StatusCode::kResourceExhausted);
   CHECK(calls.EndOpening(CallId(1)).ok());
   CHECK(next().ok());
@@ -106,7 +106,7 @@ TEST_CASE("calls that wait for device memory are limited for all members togethe
 
 TEST_CASE("a caller that goes away while its call waits for device memory is noticed") {
   Calls calls;
-  REQUIRE(calls.AdmitOpening(CallId(1), MemberId(5), 2).ok());
+  REQUIRE(calls.BeginOpening(CallId(1), MemberId(5), 2).ok());
   REQUIRE(calls.OpeningOf(CallId(1)).ok());
   CHECK(*calls.OpeningOf(CallId(1)) == MemberId(5));
   calls.NoteCallerLeft(CallId(1));

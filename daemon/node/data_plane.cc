@@ -172,7 +172,7 @@ std::vector<DataPlane::OfDestination> DataPlane::SidesToCompare(const GroupRecor
     const MemberRecord* const member = state_.members->Find(verify.destinations[d]);
     const bool skipped = d < verify.skip_destination.size() && verify.skip_destination[d];
     if (skipped || member == nullptr || member->layout == nullptr) continue;
-    std::vector<ComparedSides> sides = member->SidesOf(*member->layout, member->unnamed);
+    std::vector<ComparedSides> sides = member->SidesOf(*member->layout, member->outside_bytes);
     if (sides.empty()) continue;
     found.push_back({d, MemoryOf(group).LabelOf(member->id), std::move(sides)});
   }

@@ -123,7 +123,7 @@ struct MemberRecord {
   std::map<RegionId, RegionRecord> regions;
   std::shared_ptr<const Layout> layout;
   uint64_t layout_digest = 0;
-  UnnamedBytes unnamed;  // the bytes of regions with backs in which no piece of `layout` lies
+  OutsideBytes outside_bytes;  // the bytes of regions with backs in which no piece of `layout` lies
   // Engines: how often commits have exchanged regions and backs, in this lease.
   uint64_t flips = 0;
   uint64_t incarnation = 0;  // the group's when the member attached
@@ -150,7 +150,7 @@ struct MemberRecord {
   }
   // Both sides of the layout's arenas, and their bytes that it does not name. The sides are the
   // same two, whichever is read.
-  std::vector<ComparedSides> SidesOf(const Layout& of, const UnnamedBytes& outside) const {
+  std::vector<ComparedSides> SidesOf(const Layout& of, const OutsideBytes& outside) const {
     std::vector<ComparedSides> sides;
     for (size_t i = 0; i < of.backs.size(); ++i) {
       const RegionBack& pair = of.backs[i];
@@ -164,7 +164,7 @@ struct MemberRecord {
   }
   // The group has the layout. `content`: the digest of its memory, if the daemon has read it.
   void Register(std::shared_ptr<const Layout> registered, uint64_t digest,
-                std::optional<uint64_t> content, UnnamedBytes outside) {
+                std::optional<uint64_t> content, OutsideBytes outside) {
     if (layout == nullptr) {
       const bool found = claims.has_value() && content == std::optional(claims->digest);
       holds = found ? claims : std::nullopt;
@@ -172,7 +172,7 @@ struct MemberRecord {
       holds.reset();
     }
     layout = std::move(registered);
-    unnamed = std::move(outside);
+    outside_bytes = std::move(outside);
     layout_digest = digest;
   }
   // Ends the member's stream, unless it has ended already.

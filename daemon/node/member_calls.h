@@ -158,13 +158,13 @@ class MemberCalls {
     std::shared_ptr<const Layout> layout;
     LayoutReply reply;
     RegisteredLayout registered;  // the answer
-    UnnamedBytes unnamed;         // MemberRecord::unnamed
+    OutsideBytes outside;         // MemberRecord::outside_bytes
     bool compared = false;        // the sides of its arenas are equal there
-    bool parked = false;          // the call waits (Calls::AdmitOpening)
+    bool parked = false;          // the call waits (Calls::BeginOpening)
   };
   absl::StatusOr<std::shared_ptr<const Layout>> CheckLayout(const Caller& caller, bool engine,
                                                             Layout layout, ByteLedger::Hold hold,
-                                                            UnnamedBytes* unnamed);
+                                                            OutsideBytes* outside);
   absl::Status Park(const MemberRecord& member, Registering* r)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
   void Refuse(const Registering& parked, const absl::Status& why);

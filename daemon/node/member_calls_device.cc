@@ -14,9 +14,9 @@ namespace refitd {
 namespace {
 
 // Counts a call that waits on the thread for regions: at most outstanding_buckets a member.
-absl::Status AdmitOpening(DaemonState& state, CallId call, MemberId member)
+absl::Status BeginOpening(DaemonState& state, CallId call, MemberId member)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked) {
-  return state.calls.AdmitOpening(call, member, state.options.group.outstanding_buckets);
+  return state.calls.BeginOpening(call, member, state.options.group.outstanding_buckets);
 }
 
 // OK: the caller still waits. Checked right before the driver is kept busy, since the call may have
@@ -99,7 +99,7 @@ void MemberCalls::LeaseSlot(CallId call, const Caller& caller, LeaseSlotEvent ev
                             Authenticate(state_, caller, /*engine=*/false));
     std::optional<StagingPools::Missing> missing = state_.pools.MissingOf(*member);
     if (!missing.has_value()) return missing;
-    REFITD_RETURN_IF_ERROR(AdmitOpening(state_, call, member->id));
+    REFITD_RETURN_IF_ERROR(BeginOpening(state_, call, member->id));
     return missing;
   };
   const absl::StatusOr<std::optional<StagingPools::Missing>> missing = check();
@@ -146,7 +146,7 @@ absl::StatusOr<MemberCalls::BeginNeeds> MemberCalls::NeedsOf(CallId call, const 
   if (!needs.slots) return needs;
   needs.missing = state_.pools.MissingFor(member->group);
   if (needs.missing.empty()) return needs;
-  REFITD_RETURN_IF_ERROR(AdmitOpening(state_, call, member->id));
+  REFITD_RETURN_IF_ERROR(BeginOpening(state_, call, member->id));
   GroupRecord* group = state_.groups.Of(*member);
   needs.group = member->group;
   needs.id = group->id;
@@ -220,7 +220,7 @@ void MemberCalls::PushFromDevice(CallId call, const Caller& caller, ReceivedPush
       return Error(absl::StatusCode::kFailedPrecondition,
                    "bucket.cuda_ipc is device memory, the lease's device is '{}'", member->device);
     }
-    REFITD_RETURN_IF_ERROR(AdmitOpening(state_, call, member->id));
+    REFITD_RETURN_IF_ERROR(BeginOpening(state_, call, member->id));
     ordinal = *member->ordinal;
     return indices;
   };

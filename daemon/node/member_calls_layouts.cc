@@ -41,7 +41,7 @@ absl::Status MemberCalls::CheckLease(const Caller& caller, bool engine) {
 absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Caller& caller,
                                                                        bool engine, Layout layout,
                                                                        ByteLedger::Hold hold,
-                                                                       UnnamedBytes* unnamed) {
+                                                                       OutsideBytes* outside) {
   // P8: the copy has no mappings, since a region that is released meanwhile must lose its mapping
   // at once.
   struct Region {
@@ -103,8 +103,8 @@ absl::StatusOr<std::shared_ptr<const Layout>> MemberCalls::CheckLayout(const Cal
     return InvalidField("layout.backs", "layout.backs: region {} can't be the back of region {}",
                         pair.back, pair.region);
   }
-  *unnamed = UnnamedIn(layout, region_bytes);
-  REFITD_RETURN_IF_ERROR(hold.GrowBy(BytesOf(*unnamed)));
+  *outside = BytesOutside(layout, region_bytes);
+  REFITD_RETURN_IF_ERROR(hold.GrowBy(BytesOf(*outside)));
   return Counted(std::move(layout), std::move(hold));
 }
 
@@ -152,9 +152,9 @@ void MemberCalls::LayoutRefused(const Caller& caller, const absl::Status& why) {
 
 void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine, Layout layout,
                                  LayoutReply reply, ByteLedger::Hold hold) {
-  UnnamedBytes unnamed;
+  OutsideBytes outside;
   absl::StatusOr<std::shared_ptr<const Layout>> checked =
-      CheckLayout(caller, engine, std::move(layout), std::move(hold), &unnamed);
+      CheckLayout(caller, engine, std::move(layout), std::move(hold), &outside);
   if (!checked.ok()) {
     if (engine) LayoutRefused(caller, checked.status());
     return reply(checked.status());
@@ -162,14 +162,14 @@ void MemberCalls::RegisterLayout(CallId call, const Caller& caller, bool engine,
   const RegisteredLayout registered{
       (*checked)->Digest(), static_cast<int64_t>((*checked)->pieces.size()), (*checked)->Bytes()};
   HandLayout(
-      {call, caller, engine, *std::move(checked), std::move(reply), registered, std::move(unnamed)},
+      {call, caller, engine, *std::move(checked), std::move(reply), registered, std::move(outside)},
       std::nullopt);
 }
 
 // The call is answered later: by HandLayout or Refuse. A caller that gives it up meanwhile gets no
 // layout.
 absl::Status MemberCalls::Park(const MemberRecord& member, Registering* r) {
-  REFITD_RETURN_IF_ERROR(state_.calls.AdmitOpening(r->call, member.id, Calls::kMaxOpening));
+  REFITD_RETURN_IF_ERROR(state_.calls.BeginOpening(r->call, member.id, Calls::kMaxOpening));
   r->parked = true;
   return absl::OkStatus();
 }
@@ -231,7 +231,7 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
     }
     std::vector<ComparedSides> sides;
     if (!r.layout->backs_differ && !std::exchange(r.compared, true)) {
-      sides = (*member)->SidesOf(*r.layout, r.unnamed);
+      sides = (*member)->SidesOf(*r.layout, r.outside);
     }
     if (!sides.empty()) status = Park(**member, &r);
     if (!sides.empty() && status.ok()) {
@@ -270,7 +270,7 @@ void MemberCalls::HandLayout(Registering r, std::optional<uint64_t> content) {
                  if (answer.ok()) return reply(registered);
                  reply(answer);
                },
-               nullptr, Calls::PendingLayout{id, r.layout, registered.digest, content, r.unnamed}});
+               nullptr, Calls::PendingLayout{id, r.layout, registered.digest, content, r.outside}});
   lock.Handle(group, LayoutRegistered{id, r.layout, r.call, registered.digest, content.value_or(0),
                                       !r.layout->backs.empty(), r.layout->backs_differ});
 }

@@ -103,12 +103,12 @@ absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOri
                                              int64_t bytes, Access access,
                                              const std::string& identity) {
   const Key key{origin.space, origin.object, access, std::nullopt};
-  std::shared_ptr<const Mapping> mapping = Find(key, bytes);
+  std::shared_ptr<const Mapping> mapping = FindMapping(key, bytes);
   if (mapping == nullptr) {
     auto made = std::make_shared<Mapping>();
-    REFITD_ASSIGN_OR_RETURN(made->hold, Count(identity, bytes));
+    REFITD_ASSIGN_OR_RETURN(made->hold, ChargeLimits(identity, bytes));
     REFITD_ASSIGN_OR_RETURN(made->region, HostRegion::Map(fd, bytes, access, HasPages(fd, bytes)));
-    Keep(key, made);
+    KeepMapping(key, made);
     mapping = std::move(made);
   }
   return MemorySpan{mapping->region->data(), bytes, mapping, origin};
@@ -116,7 +116,8 @@ absl::StatusOr<MemorySpan> MemberMemory::Map(const UniqueFd& fd, const MemoryOri
 
 // While a limit refuses the bytes, kept arenas in host memory are given up, those that would end
 // first before others: of this identity if its own limit refuses, else of any.
-absl::StatusOr<ByteLedger::Hold> MemberMemory::Count(const std::string& identity, int64_t bytes) {
+absl::StatusOr<ByteLedger::Hold> MemberMemory::ChargeLimits(const std::string& identity,
+                                                            int64_t bytes) {
   if (bytes > state_.options.machine_bytes) {
     return Error(absl::StatusCode::kResourceExhausted,
                  "bytes: {} is more than this machine's memory, {}", bytes,
@@ -143,7 +144,8 @@ absl::StatusOr<ByteLedger::Hold> MemberMemory::Count(const std::string& identity
   }
 }
 
-std::shared_ptr<const MemberMemory::Mapping> MemberMemory::Find(const Key& key, int64_t bytes) {
+std::shared_ptr<const MemberMemory::Mapping> MemberMemory::FindMapping(const Key& key,
+                                                                       int64_t bytes) {
   MutexLock lock(&mutex_);
   const auto it = mappings_.find(key);
   if (it == mappings_.end()) return nullptr;
@@ -151,7 +153,7 @@ std::shared_ptr<const MemberMemory::Mapping> MemberMemory::Find(const Key& key, 
   return mapping != nullptr && mapping->bytes() >= bytes ? mapping : nullptr;
 }
 
-void MemberMemory::Keep(const Key& key, const std::shared_ptr<const Mapping>& mapping) {
+void MemberMemory::KeepMapping(const Key& key, const std::shared_ptr<const Mapping>& mapping) {
   MutexLock lock(&mutex_);
   mappings_[key] = mapping;
   if (mappings_.size() < sweep_at_) return;
@@ -432,7 +434,7 @@ absl::StatusOr<RegionRecord> MemberMemory::Pin(int ordinal, bool engine, const U
   REFITD_RETURN_IF_ERROR(CheckSealedMemfd(fd, bytes));
   REFITD_ASSIGN_OR_RETURN(const MemoryOrigin origin, OriginOf(fd));
   const Key key{origin.space, origin.object, Access::kReadWrite, ordinal};
-  std::shared_ptr<const Mapping> mapping = Find(key, bytes);
+  std::shared_ptr<const Mapping> mapping = FindMapping(key, bytes);
   if (mapping == nullptr) {
     if (!HasPages(fd, bytes)) {
       return Error(absl::StatusCode::kFailedPrecondition,
@@ -441,10 +443,10 @@ absl::StatusOr<RegionRecord> MemberMemory::Pin(int ordinal, bool engine, const U
                    bytes);
     }
     auto made = std::make_shared<Mapping>();
-    REFITD_ASSIGN_OR_RETURN(made->hold, Count(identity, bytes));
+    REFITD_ASSIGN_OR_RETURN(made->hold, ChargeLimits(identity, bytes));
     REFITD_ASSIGN_OR_RETURN(made->pinned,
                             state_.options.devices.memory->PinHost(ordinal, fd, bytes));
-    Keep(key, made);
+    KeepMapping(key, made);
     mapping = std::move(made);
   }
   const DeviceRegion* const pinned = mapping->pinned.get();

@@ -108,9 +108,9 @@ class MemberMemory : public DescriptorHandler {
 
   // Takes the bytes from the limits of mapped memory. RESOURCE_EXHAUSTED: a limit, or the machine's
   // memory.
-  absl::StatusOr<ByteLedger::Hold> Count(const std::string& identity, int64_t bytes);
-  std::shared_ptr<const Mapping> Find(const Key& key, int64_t bytes);
-  void Keep(const Key& key, const std::shared_ptr<const Mapping>& mapping);
+  absl::StatusOr<ByteLedger::Hold> ChargeLimits(const std::string& identity, int64_t bytes);
+  std::shared_ptr<const Mapping> FindMapping(const Key& key, int64_t bytes);
+  void KeepMapping(const Key& key, const std::shared_ptr<const Mapping>& mapping);
 
   // The device memory that a call asks to open, checked.
   struct DeviceHandle {
