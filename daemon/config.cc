@@ -23,6 +23,7 @@
 #include "daemon/sockets/name_lookup.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
+#include "transport/device_wire.h"
 
 namespace refitd {
 namespace {
@@ -152,6 +153,9 @@ constexpr std::array kSettings = {
     Setting{"cuda-library", "cuda.library", "the driver: a name for the loader, or a path"},
     Setting{"cuda-nccl", "cuda.nccl", "load NCCL where there is a GPU, true or false"},
     Setting{"cuda-nccl-library", "cuda.nccl_library", "NCCL: a path; empty: searched for"},
+    Setting{"cuda-rails", "cuda.rails",
+            "the most GPUs of a group that carry its bytes to other daemons over NCCL", 1,
+            static_cast<int64_t>(kMaxRails)},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
     Setting{"catch-ups", "catch_ups",
             "late instances get the version from clean ones, true or false"},

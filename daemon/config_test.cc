@@ -230,6 +230,8 @@ TEST_CASE("Each number is held to its limits by name") {
   refused("--cuda-copy-blocks=0", "cuda.copy_blocks");
   refused("--cuda-device-ms=0", "cuda.device_ms");
   refused("--cuda-engine-bytes=-1", "cuda.engine_bytes");
+  refused("--cuda-rails=0", "cuda.rails");
+  refused("--cuda-rails=9", "cuda.rails");
   refused("--cuda-library=" + std::string(kMaxCudaLibraryBytes + 1, 'x'), "cuda.library");
   refused("--cuda-nccl-library=" + std::string(kMaxCudaLibraryBytes + 1, 'x'), "cuda.nccl_library");
   refused("--daemon-id=a b", "daemon_id is \"a b\"");

@@ -15,6 +15,9 @@
 
 namespace refitd {
 
+// The most rails of a communicator.
+inline constexpr size_t kMaxRails = 8;
+
 // The library that carries out collectives on devices, for people and status calls.
 struct CollectivesReport {
   std::string library;  // the file that was loaded; empty: none
@@ -44,27 +47,34 @@ class CommunicatorsOwner {
 
 // This daemon's end of a communicator, for people and status calls.
 struct DeviceCommunicatorStatus {
+  // A device of this daemon that carries a share of each operation's bytes.
+  struct Rail {
+    int device = 0;  // ordinal
+    WireStats moved;
+  };
   CommunicatorId communicator;
-  int device = 0;  // ordinal
+  std::vector<Rail> rails;  // the first has the memory
   int rank = 0;
   int size = 0;
   // "open", "connecting", "connected" and "lost" mean what transport/wire.h says; a "closing"
   // communicator is closed, but not freed yet.
   std::string_view state;
-  WireStats moved;
   absl::Status status;  // why it was lost; OK if it was not lost
 };
 
 // A wire over the memory of devices. Thread-safe.
 class DeviceWire : public CommunicatorWire {
  public:
-  // Does what Wire::Open does, for a communicator on the device with this ordinal. It also returns
-  // INVALID_ARGUMENT if there is no such device. The first call takes some 100 ms.
-  virtual absl::StatusOr<std::string> OpenOn(int device, CommunicatorId communicator, int rank,
-                                             int size) = 0;
+  // Does what Wire::Open does, for a communicator over the devices with these ordinals. The memory
+  // of its operations is the first's, or what the first reaches. Of the others those that reach the
+  // first are *rails*: each carries a share of the bytes. A communicator has as many rails as the
+  // rank with the fewest, and at most kMaxRails. It also returns INVALID_ARGUMENT if there is no
+  // such device. The first call takes some 100 ms.
+  virtual absl::StatusOr<std::string> OpenOn(const std::vector<int>& devices,
+                                             CommunicatorId communicator, int rank, int size) = 0;
   // Does what OpenOn does, on device 0.
   absl::StatusOr<std::string> Open(CommunicatorId communicator, int rank, int size) override {
-    return OpenOn(0, communicator, rank, size);
+    return OpenOn({0}, communicator, rank, size);
   }
   // Describes the communicators that are open or not yet freed. Waits for nothing.
   virtual std::vector<DeviceCommunicatorStatus> Describe() const = 0;

@@ -35,6 +35,7 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<Transport> transport, Proc
               .wire = std::move(wire),
               .device_wire = options.devices.wire,
               .no_device_wire = options.devices.no_wire,
+              .max_rails = options.devices.max_rails,
               .observer = options.observer,
               .compare_sides = options.compare_sides},
              processes,

@@ -20,6 +20,7 @@ DataPlane::DataPlane(Options options, StateMutex* mutex, const State& state)
     : mutex_(*mutex),
       state_(state),
       no_device_wire_(std::move(options.no_device_wire)),
+      max_rails_(options.max_rails),
       observer_(options.observer),
       compare_sides_(options.compare_sides),
       executor_(options.transport.get()),

@@ -54,6 +54,7 @@ class DataPlane {
     std::unique_ptr<Wire> wire;               // over host memory; null: none
     std::shared_ptr<DeviceWire> device_wire;  // over GPU memory; null: none
     std::string no_device_wire;               // why there is none; for people
+    size_t max_rails = kMaxRails;             // of a communicator over GPU memory
     DaemonObserver* observer = nullptr;       // null: none
     bool compare_sides = false;               // of arenas, behind each read-back
   };
@@ -225,6 +226,7 @@ class DataPlane {
   StateMutex& mutex_;
   const State state_;
   const std::string no_device_wire_;
+  const size_t max_rails_;
   DaemonObserver* const observer_;
   const bool compare_sides_;
 

@@ -71,10 +71,10 @@ class FakeDeviceWire : public DeviceWire {
   FakeDeviceWire() : DeviceWire("fake wire") {}
   ~FakeDeviceWire() override { CloseAll(); }
 
-  absl::StatusOr<std::string> OpenOn(int device, CommunicatorId communicator, int /*rank*/,
-                                     int /*size*/) override {
+  absl::StatusOr<std::string> OpenOn(const std::vector<int>& devices, CommunicatorId communicator,
+                                     int /*rank*/, int /*size*/) override {
     MutexLock lock(&mutex_);
-    devices_.push_back(device);
+    devices_.push_back(devices);
     while (held_) changed_.Wait(&mutex_);
     if (!can_open_.ok()) return can_open_;
     opened_.push_back(communicator);
@@ -97,7 +97,7 @@ class FakeDeviceWire : public DeviceWire {
     MutexLock lock(&mutex_);
     can_open_ = std::move(status);
   }
-  std::vector<int> devices() {
+  std::vector<std::vector<int>> devices() {
     MutexLock lock(&mutex_);
     return devices_;
   }
@@ -115,7 +115,7 @@ class FakeDeviceWire : public DeviceWire {
   CondVar changed_;
   bool held_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status can_open_ ABSL_GUARDED_BY(mutex_);
-  std::vector<int> devices_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::vector<int>> devices_ ABSL_GUARDED_BY(mutex_);
   std::vector<CommunicatorId> opened_ ABSL_GUARDED_BY(mutex_);
   std::vector<CommunicatorId> closed_ ABSL_GUARDED_BY(mutex_);
 };
@@ -175,7 +175,7 @@ class World : public StagingPools {
  public:
   explicit World(bool with_wire = true,
                  std::unique_ptr<Transport> transport = MakeHostTransport({.threads = 1}),
-                 std::shared_ptr<DeviceWire> device_wire = nullptr)
+                 std::shared_ptr<DeviceWire> device_wire = nullptr, size_t max_rails = kMaxRails)
       : StagingPools({}, &mutex_, {&groups, &members, &pending, &sessions}) {
     auto wire = with_wire ? std::make_unique<FakeWire>() : nullptr;
     wire_ = wire.get();
@@ -183,6 +183,7 @@ class World : public StagingPools {
                                       .wire = std::move(wire),
                                       .device_wire = std::move(device_wire),
                                       .no_device_wire = "none was asked for",
+                                      .max_rails = max_rails,
                                       .observer = &moved},
                    &mutex_, DataPlane::State{&groups, &members, &calls, this});
     group = AddGroup("g");
@@ -435,11 +436,15 @@ TEST_CASE(
 
 // A group whose one member is on GPU 2, and whose slots are not made yet.
 struct DeviceWorld {
-  DeviceWorld() {
+  explicit DeviceWorld(size_t max_rails = kMaxRails)
+      : world{/*with_wire=*/true, MakeHostTransport({.threads = 1}), wire, max_rails} {
+    Add(1, "g", 2);
+  }
+  void Add(uint64_t id, const std::string& group, int ordinal) {
     MemberRecord member;
-    member.id = MemberId(1);
-    member.group = "g";
-    member.ordinal = 2;
+    member.id = MemberId(id);
+    member.group = group;
+    member.ordinal = ordinal;
     world.members.Add(std::move(member));
   }
   void Open() {
@@ -465,7 +470,7 @@ struct DeviceWorld {
 
   std::vector<char> slots = std::vector<char>(4 * kSlotBytes);
   const std::shared_ptr<FakeDeviceWire> wire = std::make_shared<FakeDeviceWire>();
-  World world{/*with_wire=*/true, MakeHostTransport({.threads = 1}), wire};
+  World world;
 };
 
 TEST_CASE(
@@ -478,9 +483,24 @@ TEST_CASE(
   const auto opened = d.world.Await<CommunicatorOpened>();
   CHECK(opened.status.ok());
   CHECK(opened.address == "on a device");
-  CHECK(d.wire->devices() == std::vector<int>{2});
+  CHECK(d.wire->devices() == std::vector<std::vector<int>>{{2}});
   CHECK(d.wire->closed().empty());
   CHECK(d.world.wire().opened.empty());
+}
+
+TEST_CASE("each GPU of the group's members is a rail, up to the limit, and no other GPU") {
+  const size_t max = GENERATE(kMaxRails, size_t{3}, size_t{1});
+  DeviceWorld d(max);
+  d.Add(2, "g", 5);
+  d.Add(3, "g", 0);
+  d.Add(4, "g", 5);
+  d.Add(5, "other", 7);
+  d.Open();
+  d.MakeSlots();
+  CHECK(d.world.Await<CommunicatorOpened>().status.ok());
+  std::vector<int> rails = {2, 0, 5};
+  rails.resize(std::min(max, rails.size()));
+  CHECK(d.wire->devices() == std::vector<std::vector<int>>{rails});
 }
 
 TEST_CASE(

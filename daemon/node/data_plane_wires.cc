@@ -113,10 +113,16 @@ void DataPlane::OpenOnDevice(const std::string& name, uint64_t id, const OpenCom
                              CommunicatorId local, int ordinal) {
   if (Communicator* const communicator = Find(id, a.communicator); communicator != nullptr)
     communicator->ordinal = ordinal;
-  opener_.Submit(id, [this, name, id, a, local, ordinal] {
+  // Each GPU of the group's members carries a share of the bytes.
+  std::vector<int> devices = {ordinal};
+  for (const int device : state_.members->DevicesOf(name)) {
+    if (device != ordinal) devices.push_back(device);
+  }
+  if (devices.size() > max_rails_) devices.resize(max_rails_);
+  opener_.Submit(id, [this, name, id, a, local, devices = std::move(devices)] {
     CommunicatorOpened opened;
     opened.communicator = a.communicator;
-    absl::StatusOr<std::string> address = device_wire_->OpenOn(ordinal, local, a.rank, a.size);
+    absl::StatusOr<std::string> address = device_wire_->OpenOn(devices, local, a.rank, a.size);
     opened.status = address.status();
     if (address.ok()) opened.address = *std::move(address);
     {

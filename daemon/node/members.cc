@@ -92,6 +92,14 @@ bool Members::HasDevices(const std::string& group) const {
   });
 }
 
+std::vector<int> Members::DevicesOf(const std::string& group) const {
+  std::set<int> devices;
+  for (const auto& [id, member] : members_) {
+    if (member.group == group && member.ordinal.has_value()) devices.insert(*member.ordinal);
+  }
+  return {devices.begin(), devices.end()};
+}
+
 bool Members::OnDevice(const std::string& group, int ordinal) const {
   return std::any_of(members_.begin(), members_.end(), [&group, ordinal](const auto& entry) {
     return entry.second.group == group && entry.second.ordinal == ordinal;

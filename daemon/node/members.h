@@ -21,6 +21,7 @@
 #include <map>
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -66,6 +67,8 @@ class Members {
 
   // Whether the group has a member on any GPU, or on the given GPU.
   bool HasDevices(const std::string& group) const;
+  // The ordinals of the GPUs that the group's members are on; each once, ascending.
+  std::vector<int> DevicesOf(const std::string& group) const;
   bool OnDevice(const std::string& group, int ordinal) const;
 
   // ---- regions ----

@@ -29,6 +29,8 @@ struct DeviceOptions {
   CollectivesReport collectives;          // of the transport; meaningless without memory
   std::shared_ptr<DeviceWire> wire;       // between daemons; null: none
   std::string no_wire = "not asked for";  // why there is no wire; for people
+  // The most GPUs of a group that carry its bytes over the wire (DeviceWire::OpenOn).
+  size_t max_rails = kMaxRails;
 };
 
 // The value of DaemonOptions::clear_wire where certificates are missing.

@@ -25,10 +25,12 @@ std::string RenderCommunicator(const v1::WireCommunicatorStatus& communicator) {
       communicator.group().empty()
           ? std::string("communicator of no group")
           : fmt::format("communicator {} of group {}", communicator.number(), communicator.group());
-  text +=
-      fmt::format(": rank {} of {} daemons on {}, {}; {} sent, {} received", communicator.rank(),
-                  communicator.ranks(), communicator.gpu_uuid(), communicator.state(),
-                  HumanBytes(communicator.bytes_sent()), HumanBytes(communicator.bytes_received()));
+  text += fmt::format(": rank {} of {} daemons, {}", communicator.rank(), communicator.ranks(),
+                      communicator.state());
+  for (const v1::WireRail& rail : communicator.rails()) {
+    text += fmt::format("; {}: {} sent, {} received", rail.gpu_uuid(),
+                        HumanBytes(rail.bytes_sent()), HumanBytes(rail.bytes_received()));
+  }
   if (!communicator.error().empty()) text += "; " + communicator.error();
   return text;
 }

@@ -254,13 +254,15 @@ TEST_CASE("the status page shows NCCL's communicators, and why one is no longer 
   auto* communicator = cuda->mutable_nccl()->add_wire_communicators();
   communicator->set_group("policy");
   communicator->set_number(7);
-  communicator->set_gpu_uuid("GPU-b");
+  auto* rail = communicator->add_rails();
+  rail->set_gpu_uuid("GPU-b");
+  rail->set_bytes_sent(3 << 20);
+  communicator->add_rails()->set_gpu_uuid("GPU-c");
   communicator->set_rank(1);
   communicator->set_ranks(3);
   communicator->set_state("connected");
-  communicator->set_bytes_sent(3 << 20);
   auto* lost = cuda->mutable_nccl()->add_wire_communicators();
-  lost->set_gpu_uuid("GPU-a");
+  lost->add_rails()->set_gpu_uuid("GPU-a");
   lost->set_ranks(2);
   lost->set_state("lost");
   lost->set_error("rank 1 went");
@@ -271,12 +273,11 @@ TEST_CASE("the status page shows NCCL's communicators, and why one is no longer 
   CHECK_THAT(text, Contains("\nnccl       communicator 3 of GPU-a, GPU-b, by copy engines; "
                             "windows: 2, 3.00 MiB on each GPU\n"));
   CHECK_THAT(text, Contains("\nnccl       communicator 4 of GPU-a; a device hangs\n"));
-  CHECK_THAT(text,
-             Contains("\nnccl       communicator 7 of group policy: rank 1 of 3 daemons on GPU-b, "
-                      "connected; 3.00 MiB sent, 0 B received\n"));
-  CHECK_THAT(text,
-             Contains("\nnccl       communicator of no group: rank 0 of 2 daemons on GPU-a, lost; "
-                      "0 B sent, 0 B received; rank 1 went\n"));
+  CHECK_THAT(
+      text, Contains("\nnccl       communicator 7 of group policy: rank 1 of 3 daemons, connected; "
+                     "GPU-b: 3.00 MiB sent, 0 B received; GPU-c: 0 B sent, 0 B received\n"));
+  CHECK_THAT(text, Contains("\nnccl       communicator of no group: rank 0 of 2 daemons, lost; "
+                            "GPU-a: 0 B sent, 0 B received; rank 1 went\n"));
   CHECK_THAT(text, Contains("\nnccl       3 communicators never connected\n"));
 }
 

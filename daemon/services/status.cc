@@ -27,13 +27,16 @@ v1::WireCommunicatorStatus ToProto(const DaemonDetails::WireCommunicator& commun
   v1::WireCommunicatorStatus out;
   out.set_group(communicator.group);
   if (communicator.id.has_value()) out.set_number(communicator.id->value());
-  out.set_gpu_uuid(memory.NameOf(communicator.status.device));
   out.set_rank(communicator.status.rank);
   out.set_ranks(communicator.status.size);
   out.set_state(std::string(communicator.status.state));
   out.set_error(Message(communicator.status.status));
-  out.set_bytes_sent(communicator.status.moved.bytes_sent);
-  out.set_bytes_received(communicator.status.moved.bytes_received);
+  for (const DeviceCommunicatorStatus::Rail& rail : communicator.status.rails) {
+    v1::WireRail* const carried = out.add_rails();
+    carried->set_gpu_uuid(memory.NameOf(rail.device));
+    carried->set_bytes_sent(rail.moved.bytes_sent);
+    carried->set_bytes_received(rail.moved.bytes_received);
+  }
   return out;
 }
 

@@ -2563,17 +2563,67 @@ TEST_CASE("buckets cross daemons from GPU to GPU, by NCCL, once a node") {
     const bool far = daemon == &daemons.far;
     CHECK(communicators[0].group() == "g");
     CHECK(communicators[0].number() == status.groups(0).communicator());
-    CHECK(communicators[0].gpu_uuid() == daemon->uuid(far ? 1 : 0));
+    CHECK(communicators[0].rails(0).gpu_uuid() == daemon->uuid(far ? 1 : 0));
     CHECK(communicators[0].rank() == (far ? 1 : 0));
     CHECK(communicators[0].ranks() == 2);
     CHECK(communicators[0].state() == "connected");
     CHECK(communicators[0].error().empty());
-    CHECK((far ? communicators[0].bytes_received() : communicators[0].bytes_sent()) ==
+    CHECK((far ? communicators[0].rails(0).bytes_received()
+               : communicators[0].rails(0).bytes_sent()) ==
           status.resources().wire_bytes_received());
   }
   CHECK(daemons.machine.nccl->Count().broadcasts >= 4);
   CHECK(daemons.near.lost().ok());
   CHECK(daemons.far.lost().ok());
+}
+
+TEST_CASE("bytes cross to another daemon by every GPU that the group's members are on") {
+  TwoDaemons daemons;
+  constexpr int64_t kSlot = 4 * kMiB;
+  const Model model = PlainModel(2, 1024, 1024);  // 4 MiB
+  std::vector<std::unique_ptr<RawTrainer>> trainers;
+  for (const int rank : {0, 1}) {
+    v1::TrainerHello hello = RawTrainer::Hello("g", Spec(2, 2, kSlot, 4), rank, 2);
+    hello.mutable_device()->set_name(daemons.near.uuid(static_cast<size_t>(rank)));
+    trainers.push_back(std::make_unique<RawTrainer>(daemons.near.Connect(), hello));
+    REQUIRE(trainers.back()->attached().ok());
+  }
+  DeviceEngine one(&daemons.far, 1, model, "one", &daemons.near);
+  DeviceEngine two(&daemons.far, 2, model, "two", &daemons.near);
+  const Block source(&daemons.near, 0, ModelBytes(model) + 64 * 64);
+  const auto region = Register(trainers[0].get(), source.request);
+  REQUIRE_OK(region);
+  const std::vector<int64_t> offsets = Pack(model, 1, source.data);
+  auto other = std::async(std::launch::async, [&] {
+    const bool begun = trainers[1]->Begin(1).status.ok();
+    return begun && trainers[1]->Commit(1, 0).status.ok();
+  });
+  REQUIRE_OK(trainers[0]->Begin(1));
+  v1::Bucket bucket = Describe(model, 0);
+  for (const int64_t offset : offsets) {
+    v1::RegionRef* ref = bucket.mutable_regions()->add_refs();
+    ref->set_region_id(region.response.region_id());
+    ref->set_byte_offset(offset);
+  }
+  REQUIRE_OK(trainers[0]->Push(1, bucket));
+  REQUIRE_OK(trainers[0]->Commit(1, 1));
+  CHECK(other.get());
+  CHECK(one.Difference(1) == "");
+  CHECK(two.Difference(1) == "");
+  for (LocalDaemon* daemon : {&daemons.near, &daemons.far}) {
+    const auto communicators = Communicators(*daemon);
+    REQUIRE(communicators.size() == 1);
+    REQUIRE(communicators[0].rails_size() == 2);
+    const size_t first = daemon == &daemons.far ? 1 : 0;
+    int64_t carried = 0;
+    for (const int rail : {0, 1}) {
+      const v1::WireRail& each = communicators[0].rails(rail);
+      CHECK(each.gpu_uuid() == daemon->uuid(first + static_cast<size_t>(rail)));
+      CHECK(each.bytes_sent() + each.bytes_received() >= ModelBytes(model) / 2 - kMiB);
+      carried += each.bytes_sent() + each.bytes_received();
+    }
+    CHECK(carried >= ModelBytes(model));
+  }
 }
 
 TEST_CASE("shards cross daemons from GPU to GPU: compiled refits, by NCCL's sends and receives") {
@@ -2890,7 +2940,7 @@ TEST_CASE("a coordinator whose last member on a GPU left gives its wire back, an
       CHECK(engine->Difference(version) == "");
       const auto communicators = Communicators(daemons.near);
       REQUIRE(communicators.size() == 1);
-      CHECK(communicators[0].gpu_uuid() == daemons.near.uuid(gpu));
+      CHECK(communicators[0].rails(0).gpu_uuid() == daemons.near.uuid(gpu));
       CHECK(daemons.machine.nccl->Count().comms == 2);
       CHECK(daemons.machine.fake.Count().created == 2);
     }
@@ -2986,7 +3036,7 @@ TEST_CASE("a rank that came back to the GPU of the wire's slots got others there
       // There are the trainer's slots, and the wire's slots at each end.
       CHECK(daemons.machine.fake.Count().created == 3);
       REQUIRE(Communicators(daemons.near).size() == 1);
-      CHECK(Communicators(daemons.near)[0].gpu_uuid() == daemons.near.uuid(0));
+      CHECK(Communicators(daemons.near)[0].rails(0).gpu_uuid() == daemons.near.uuid(0));
     };
     push(1);
     const auto goes = [&] {

@@ -1,11 +1,14 @@
 // The wire over GPU memory: NCCL between daemons, over the network that NCCL finds.
 //
-// A communicator is one communicator with one rank per daemon, on the device that OpenOn names. The
-// memory of operations is a staging slot on that device, or on one that it reaches. Rank 0's
-// address holds NCCL's unique id; the other addresses only identify their ranks. Broadcasts are
-// ncclBroadcast, exchanges grouped sends and receives. Communicators are nonblocking and polled
-// against the operation's timeout (P4). A failed operation is aborted, and `done` comes when the
-// device has ended NCCL's work (P6).
+// A communicator has one rank per daemon, and for each of its rails (device_wire.h) a communicator
+// of NCCL on that device, so that as many network adapters carry bytes as GPUs have adapters near
+// them. The memory of operations is a staging slot on the first device, or on one that all reach;
+// the other rails' kernels read and write it over NVLink or PCIe. Equal shares
+// of an operation's bytes cross by as many rails as have 1 MiB each. Rank 0's address holds NCCL's
+// unique ids; the other addresses only identify their ranks. Broadcasts are ncclBroadcast,
+// exchanges grouped sends and receives. Communicators are nonblocking and polled against the
+// operation's timeout (P4). A failed operation is aborted on all rails, and `done` comes when the
+// devices have ended NCCL's work (P6).
 //
 // Differences from transport/wire.h:
 //   - OK on the sender means that its memory is no longer read, not that a peer has received it.

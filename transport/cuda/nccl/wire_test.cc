@@ -41,6 +41,7 @@ constexpr Duration kPlenty = std::chrono::seconds(20);  // only a failing test r
 constexpr Duration kShort = std::chrono::milliseconds(30);
 constexpr int64_t kBytes = 1 << 16;
 constexpr CommunicatorId kCommunicator(7);
+constexpr int kRails = 3;  // devices of a daemon
 
 struct Outcome {
   std::shared_ptr<std::promise<absl::Status>> promise =
@@ -55,12 +56,14 @@ struct Outcome {
   }
 };
 
-// One daemon for each rank, with a wire on a device of its own and a slot on that device.
+// One daemon for each rank, with a wire on devices of its own and a slot on the first: daemon r has
+// the devices r, r + size() and so on, of which it names as many as `rails` says.
 class Daemons {
  public:
   explicit Daemons(int ranks, std::chrono::milliseconds limit = std::chrono::seconds(60),
-                   std::chrono::milliseconds opening = std::chrono::seconds(20)) {
-    cuda.Devices(ranks);
+                   std::chrono::milliseconds opening = std::chrono::seconds(20),
+                   int64_t slot_bytes = kBytes) {
+    cuda.Devices(ranks * kRails);
     nccl = std::make_unique<FakeNccl>();
     memory_ = CudaMemory::Create(FakeCuda::Path()).value();
     const NcclReport found = FindNccl(FakeNccl::Path());
@@ -71,7 +74,8 @@ class Daemons {
       options.opening = opening;
       options.lost = [this](const absl::Status&) { ++losses; };
       wires.push_back(MakeNcclWire(found.api, memory_, options).value());
-      pools.push_back(memory_->MakePool(rank, kBytes).value());
+      rails.push_back(1);
+      pools.push_back(memory_->MakePool(rank, slot_bytes).value());
     }
   }
   ~Daemons() {
@@ -82,7 +86,8 @@ class Daemons {
   std::vector<std::string> Open(CommunicatorId communicator = kCommunicator) {
     std::vector<std::string> addresses;
     for (int rank = 0; rank < size(); ++rank) {
-      auto address = wires[static_cast<size_t>(rank)]->OpenOn(rank, communicator, rank, size());
+      auto address =
+          wires[static_cast<size_t>(rank)]->OpenOn(DevicesOf(rank), communicator, rank, size());
       REQUIRE(address.ok());
       addresses.push_back(*address);
     }
@@ -111,12 +116,19 @@ class Daemons {
             .memory = Span(rank, 0, bytes),
             .timeout = timeout};
   }
+  std::vector<int> DevicesOf(int rank) const {
+    std::vector<int> devices;
+    for (int i = 0; i < rails.at(static_cast<size_t>(rank)); ++i)
+      devices.push_back(rank + i * size());
+    return devices;
+  }
   int size() const { return static_cast<int>(wires.size()); }
 
   FakeCuda cuda;
   std::unique_ptr<FakeNccl> nccl;
   std::vector<std::unique_ptr<DeviceWire>> wires;
   std::vector<DevicePool> pools;
+  std::vector<int> rails;  // by rank
   std::atomic<int> losses = 0;
 
  private:
@@ -280,7 +292,7 @@ TEST_CASE(
 TEST_CASE("an id that NCCL makes after the limit of its Open leaves nobody listening (P8)") {
   Daemons daemons(1, std::chrono::seconds(60), std::chrono::milliseconds(30));
   daemons.nccl->Block("ncclGetUniqueId");
-  const absl::Status late = daemons.wires[0]->OpenOn(0, kCommunicator, 0, 1).status();
+  const absl::Status late = daemons.wires[0]->OpenOn({0}, kCommunicator, 0, 1).status();
   CHECK(late.code() == absl::StatusCode::kDeadlineExceeded);
   CHECK(daemons.wires[0]->Abandoned() == 0);
   daemons.nccl->Block("");
@@ -296,7 +308,7 @@ TEST_CASE("an id that NCCL makes after the limit of its Open leaves nobody liste
 TEST_CASE("an id that NCCL makes after its wire was destroyed leaves nobody listening (P8)") {
   Daemons daemons(1, std::chrono::milliseconds(30), std::chrono::milliseconds(30));
   daemons.nccl->Block("ncclGetUniqueId");
-  CHECK_FALSE(daemons.wires[0]->OpenOn(0, kCommunicator, 0, 1).ok());
+  CHECK_FALSE(daemons.wires[0]->OpenOn({0}, kCommunicator, 0, 1).ok());
   daemons.wires.clear();  // the destructor waits for the call in vain
   CHECK(daemons.nccl->Count().listeners == 0);
   daemons.nccl->Block("");
@@ -343,6 +355,158 @@ TEST_CASE("many communicators after one another leave nothing") {
   CHECK(daemons.cuda.Count().streams == 0);
 }
 
+// The bytes that each rail of a daemon has carried.
+std::vector<int64_t> CarriedBy(const DeviceWire& wire) {
+  std::vector<int64_t> bytes;
+  const std::vector<DeviceCommunicatorStatus> all = wire.Describe();
+  for (const DeviceCommunicatorStatus::Rail& rail : all.at(0).rails)
+    bytes.push_back(rail.moved.bytes_sent + rail.moved.bytes_received);
+  return bytes;
+}
+
+constexpr int64_t kMiB = 1 << 20;
+
+TEST_CASE("each rail carries an equal share, and few bytes cross by the first alone") {
+  Daemons daemons(3, std::chrono::seconds(60), std::chrono::seconds(20), 8 * kMiB);
+  daemons.rails = {kRails, kRails, kRails};
+  daemons.Connect();
+  CHECK(daemons.nccl->Count().comms == 3 * kRails);
+  CHECK(daemons.nccl->Count().listeners == 0);
+  std::mt19937_64 random(20261130);
+  std::vector<int64_t> before(kRails);
+  uint64_t seq = 0;
+  for (const int64_t bytes : {int64_t{1}, kMiB, 2 * kMiB - 1, 2 * kMiB, 2 * kMiB + 4097,
+                              3 * kMiB - 1, 3 * kMiB, 3 * kMiB + 5, 8 * kMiB}) {
+    INFO(bytes);
+    const int root = static_cast<int>(seq % 3);
+    std::vector<char> sent(static_cast<size_t>(bytes));
+    for (char& byte : sent) byte = static_cast<char>(random());
+    for (int rank = 0; rank < 3; ++rank) std::memset(daemons.slot(rank), 0x5a, 8 * kMiB);
+    std::copy(sent.begin(), sent.end(), daemons.slot(root));
+    std::vector<Outcome> outcomes(3);
+    for (int rank = 0; rank < 3; ++rank) {
+      daemons.wires[static_cast<size_t>(rank)]->Submit(
+          daemons.Broadcast(rank, root, bytes, seq, kPlenty),
+          outcomes[static_cast<size_t>(rank)].done());
+    }
+    for (Outcome& outcome : outcomes) REQUIRE(outcome.Wait().ok());
+    for (int rank = 0; rank < 3; ++rank) {
+      CHECK(std::equal(sent.begin(), sent.end(), daemons.slot(rank)));
+      if (bytes < 8 * kMiB) CHECK(daemons.slot(rank)[bytes] == 0x5a);
+    }
+    const std::vector<int64_t> carried = CarriedBy(*daemons.wires[0]);
+    const int64_t rails = std::clamp<int64_t>(bytes / kMiB, 1, kRails);
+    int64_t sum = 0;
+    for (size_t rail = 0; rail < kRails; ++rail) {
+      const int64_t share = carried[rail] - before[rail];
+      sum += share;
+      // Shares are whole pages but for the last, so the last is up to a page a rail smaller.
+      if (static_cast<int64_t>(rail) < rails) {
+        CHECK(std::abs(share - bytes / rails) <= 4096 * kRails);
+        CHECK(share > 0);
+      } else {
+        CHECK(share == 0);
+      }
+    }
+    CHECK(sum == bytes);
+    before = carried;
+    ++seq;
+  }
+}
+
+TEST_CASE("an exchange's legs of different sizes cross by the rails") {
+  Daemons daemons(2, std::chrono::seconds(60), std::chrono::seconds(20), 16 * kMiB);
+  daemons.rails = {kRails, kRails};
+  daemons.Connect();
+  constexpr int64_t kOut = 3 * kMiB + 11;  // from rank 0
+  constexpr int64_t kIn = 77;              // from rank 1
+  for (int rank = 0; rank < 2; ++rank) {
+    std::memset(daemons.slot(rank), 0x5a, 16 * kMiB);
+    std::memset(daemons.slot(rank), rank + 1, 8 * kMiB);
+    daemons.slot(rank)[kOut - 1] = 'e';
+  }
+  std::vector<Outcome> outcomes(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    const int64_t out = rank == 0 ? kOut : kIn;
+    const int64_t in = rank == 0 ? kIn : kOut;
+    WireExchange exchange{.communicator = kCommunicator,
+                          .seq = WireSeq(0),
+                          .sends = {{1 - rank, daemons.Span(rank, 0, out)}},
+                          .receives = {{1 - rank, daemons.Span(rank, 8 * kMiB, in)}},
+                          .timeout = kPlenty};
+    daemons.wires[static_cast<size_t>(rank)]->Submit(std::move(exchange),
+                                                     outcomes[static_cast<size_t>(rank)].done());
+  }
+  for (Outcome& outcome : outcomes) REQUIRE(outcome.Wait().ok());
+  const char* const received = daemons.slot(1) + 8 * kMiB;
+  CHECK(std::all_of(received, received + kOut - 1, [](char c) { return c == 1; }));
+  CHECK(received[kOut - 1] == 'e');
+  CHECK(received[kOut] == 0x5a);
+  const char* const back = daemons.slot(0) + 8 * kMiB;
+  CHECK(std::all_of(back, back + kIn, [](char c) { return c == 2; }));
+  CHECK(back[kIn] == 0x5a);
+  CHECK(daemons.wires[0]->Stats().bytes_sent == kOut);
+  CHECK(daemons.wires[0]->Stats().bytes_received == kIn);
+  const std::vector<int64_t> carried = CarriedBy(*daemons.wires[1]);
+  CHECK(std::all_of(carried.begin(), carried.end(), [](int64_t each) { return each >= kMiB; }));
+}
+
+TEST_CASE("a communicator has as many rails as the rank with the fewest, and its ids end (P8)") {
+  Daemons daemons(2, std::chrono::seconds(60), std::chrono::seconds(20), 8 * kMiB);
+  daemons.rails = GENERATE(values<std::vector<int>>({{3, 2}, {2, 3}, {3, 1}}));
+  const auto fewest = static_cast<size_t>(std::min(daemons.rails[0], daemons.rails[1]));
+  daemons.Connect();
+  CHECK(Eventually([&] { return daemons.nccl->Count().listeners == 0; }));
+  Outcome outcomes[2];
+  for (int rank = 0; rank < 2; ++rank) {
+    daemons.wires[static_cast<size_t>(rank)]->Submit(
+        daemons.Broadcast(rank, 0, 8 * kMiB, 1, kPlenty), outcomes[rank].done());
+  }
+  for (Outcome& outcome : outcomes) REQUIRE(outcome.Wait().ok());
+  CHECK(daemons.nccl->Count().comms == static_cast<int>(2 * fewest));
+  CHECK(CarriedBy(*daemons.wires[0]).size() == fewest);
+  CHECK(daemons.wires[0]->Abandoned() == 0);  // the communicator has connected
+  daemons.wires.clear();
+  CHECK(daemons.nccl->Count().comms == 0);
+  CHECK(daemons.cuda.Count().streams == 0);
+  CHECK(daemons.cuda.Count().events == 0);
+}
+
+TEST_CASE("a rail that fails loses the communicator, and no rail touches memory after that (P6)") {
+  Daemons daemons(2, std::chrono::seconds(60), std::chrono::seconds(20), 8 * kMiB);
+  daemons.rails = {kRails, kRails};
+  daemons.Connect();
+  // The second rank comes with too few bytes for the last two rails, which wait for it.
+  Outcome outcomes[2];
+  daemons.wires[0]->Submit(daemons.Broadcast(0, 1, 8 * kMiB, 1, kShort), outcomes[0].done());
+  daemons.wires[1]->Submit(daemons.Broadcast(1, 1, 100, 1, kShort), outcomes[1].done());
+  CHECK_FALSE(outcomes[0].Wait().ok());
+  (void)outcomes[1].Wait();
+  CHECK(daemons.nccl->Count().comms <= kRails);
+  std::memset(daemons.slot(0), 0x77, 8 * kMiB);
+  daemons.wires[1]->Close(kCommunicator);
+  daemons.wires[0]->Close(kCommunicator);
+  CHECK(Eventually([&] { return daemons.nccl->Count().comms == 0; }));
+  CHECK(std::all_of(daemons.slot(0), daemons.slot(0) + 8 * kMiB, [](char c) { return c == 0x77; }));
+  CHECK(daemons.losses == 0);
+}
+
+TEST_CASE("a device is a rail once, and only if it reaches the memory") {
+  Daemons daemons(1);
+  REQUIRE(daemons.wires[0]->OpenOn({0, 1, 1, 0, 2}, kCommunicator, 0, 1).ok());
+  CHECK(daemons.wires[0]->Describe().at(0).rails.size() == 3);
+  daemons.cuda.Peers(false);
+  REQUIRE(daemons.wires[0]->OpenOn({1, 0, 2}, CommunicatorId(8), 0, 1).ok());
+  const auto all = daemons.wires[0]->Describe();
+  REQUIRE(all.size() == 2);
+  REQUIRE(all[1].rails.size() == 1);
+  CHECK(all[1].rails[0].device == 1);
+  CHECK(daemons.wires[0]->OpenOn({0, 3}, CommunicatorId(9), 0, 1).status().code() ==
+        absl::StatusCode::kInvalidArgument);
+  CHECK(daemons.wires[0]->OpenOn({}, CommunicatorId(9), 0, 1).status().code() ==
+        absl::StatusCode::kInvalidArgument);
+}
+
 TEST_CASE("what is told of communicators is what there is") {
   Daemons daemons(2);
   const DeviceWire& wire = *daemons.wires[1];
@@ -354,7 +518,8 @@ TEST_CASE("what is told of communicators is what there is") {
   const std::vector<std::string> addresses = daemons.Open();
   REQUIRE(is("open"));
   CHECK(wire.Describe()[0].communicator == kCommunicator);
-  CHECK(wire.Describe()[0].device == 1);
+  REQUIRE(wire.Describe()[0].rails.size() == 1);
+  CHECK(wire.Describe()[0].rails[0].device == 1);
   CHECK(wire.Describe()[0].rank == 1);
   CHECK(wire.Describe()[0].size == 2);
   Outcome up[2];
@@ -369,8 +534,8 @@ TEST_CASE("what is told of communicators is what there is") {
                                                      moved[rank].done());
   }
   for (Outcome& outcome : moved) REQUIRE(outcome.Wait().ok());
-  CHECK(wire.Describe()[0].moved.bytes_received == 1000);
-  CHECK(wire.Describe()[0].moved.bytes_sent == 0);
+  CHECK(wire.Describe()[0].rails[0].moved.bytes_received == 1000);
+  CHECK(wire.Describe()[0].rails[0].moved.bytes_sent == 0);
   CHECK(wire.Describe()[0].status.ok());
 
   Outcome late;
@@ -406,6 +571,11 @@ TEST_CASE("bad addresses are refused and change nothing (P10)") {
   std::string other = addresses[1];
   other[4] ^= 1;
   refused({addresses[0], other}, "is of communicator");
+  for (const char rails : {0, 9}) {
+    other = addresses[1];
+    other[20] = rails;
+    refused({addresses[0], other}, "rails, expected 1 to 8");
+  }
   // The communicator is still connecting.
   std::vector<Outcome> outcomes(2);
   for (size_t rank = 0; rank < 2; ++rank) {
@@ -427,12 +597,12 @@ TEST_CASE("what is not open is said so, and not inside the call") {
   auto future = promise.get_future();
   REQUIRE(future.wait_for(kTestDeadline) == std::future_status::ready);
   CHECK(future.get() != std::this_thread::get_id());
-  CHECK(daemons.wires[0]->OpenOn(1, kCommunicator, 0, 1).status().code() ==
+  CHECK(daemons.wires[0]->OpenOn({kRails}, kCommunicator, 0, 1).status().code() ==
         absl::StatusCode::kInvalidArgument);
-  CHECK(daemons.wires[0]->OpenOn(0, kCommunicator, 1, 1).status().code() ==
+  CHECK(daemons.wires[0]->OpenOn({0}, kCommunicator, 1, 1).status().code() ==
         absl::StatusCode::kInvalidArgument);
-  REQUIRE(daemons.wires[0]->OpenOn(0, kCommunicator, 0, 1).ok());
-  CHECK(daemons.wires[0]->OpenOn(0, kCommunicator, 0, 1).status().code() ==
+  REQUIRE(daemons.wires[0]->OpenOn({0}, kCommunicator, 0, 1).ok());
+  CHECK(daemons.wires[0]->OpenOn({0}, kCommunicator, 0, 1).status().code() ==
         absl::StatusCode::kAlreadyExists);
 }
 
