@@ -204,6 +204,13 @@ class Daemon:
         expect(found is not None, "refitd listens on no TCP port: %s", self.log_text())
         return found.group(1)
 
+    def rails(self):
+        """The bytes that each GPU has carried to and from other daemons, by UUID, of the one communicator over GPUs."""
+        ran = subprocess.run([os.path.join(BIN, "refitctl"), "--socket", self.socket, "-o", "json", "status"], capture_output=True,
+                             text=True, timeout=START_SECONDS, check=True)
+        (communicator,) = [c for t in json.loads(ran.stdout)["transports"] for c in t.get("nccl", {}).get("wire_communicators", ())]
+        return {r["gpu_uuid"]: int(r["bytes_sent"]) + int(r["bytes_received"]) for r in communicator["rails"]}
+
     def log_text(self):
         with open(self.log, "rb") as log:
             return log.read().decode(errors="replace")[-4000:]
