@@ -623,16 +623,11 @@ void Coordinator::Impl::Send(NodeCommands commands) {
 // Called at the end of each event. Joined daemons answer for all instances, so each gets every
 // change.
 void Coordinator::Impl::SendNews() {
-  std::vector<PeerReadiness> news;
   const bool version_changed = book.SetVersion(group.version());
-  if (version_changed) news.push_back({.version = group.version(), .instances = {}});
-  for (const InstanceStanding& standing : group.TakeStandings()) {
-    if (!book.Set(standing)) continue;
-    if (news.empty() || news.back().instances.size() >= kMaxStandings) {
-      news.push_back({.version = group.version(), .instances = {}});
-    }
-    news.back().instances.push_back(standing);
-  }
+  std::vector<InstanceStanding> changed = group.TakeStandings();
+  std::erase_if(changed, [this](const InstanceStanding& standing) { return !book.Set(standing); });
+  std::vector<PeerReadiness> news = book.NewsOf(std::move(changed));
+  if (news.empty() && version_changed) news.push_back({.version = group.version()});
   Send(nodes.SendOwner(group.owner()));
   Send(nodes.SendReadiness(news, book));
 }

@@ -879,7 +879,7 @@ TEST_CASE("Members that came and went leave nothing behind") {
 // Tells the follower that instance i is clean at the group's version 3.
 void SendClean(Fixture* f, Standing standing = Standing::kClean) {
   f->Command(PeerReadiness{
-      .anew = true, .version = Version(3), .instances = {{"i", standing, Version(3)}}});
+      .anew = true, .version = Version(3), .instances = Shared({{"i", standing, Version(3)}})});
 }
 
 TEST_CASE("a joined daemon shows the readiness that the coordinator sent, and none before") {
@@ -888,7 +888,8 @@ TEST_CASE("a joined daemon shows the readiness that the coordinator sent, and no
   SendClean(&f);
   REQUIRE(f.follower().readiness() != nullptr);
   CHECK(f.follower().readiness()->Of("i", 0)->ready);
-  f.Command(PeerReadiness{.version = Version(3), .instances = {{"far", Standing::kForming, {}}}});
+  f.Command(
+      PeerReadiness{.version = Version(3), .instances = Shared({{"far", Standing::kForming, {}}})});
   const std::vector<InstanceView> shown = f.follower().View(f.now()).group.instances;
   REQUIRE(shown.size() == 2);  // this daemon's, and another's
   CHECK((shown[0].name == "far" && shown[0].state == "forming" && !shown[0].readiness.ready));
@@ -897,7 +898,8 @@ TEST_CASE("a joined daemon shows the readiness that the coordinator sent, and no
   f.Command(PeerReadiness{.version = Version(4), .instances = {}});
   CHECK_FALSE(f.follower().readiness()->Of("i", 0)->ready);
   CHECK(f.follower().readiness()->Of("i", 1)->ready);
-  f.Command(PeerReadiness{.version = Version(4), .instances = {{"i", Standing::kGone, {}}}});
+  f.Command(
+      PeerReadiness{.version = Version(4), .instances = Shared({{"i", Standing::kGone, {}}})});
   CHECK_FALSE(f.follower().readiness()->Of("i", 1).has_value());
 }
 

@@ -108,6 +108,8 @@ NodeCommands JoinedNodes::SendIncarnation(uint64_t incarnation) const {
 
 NodeCommands JoinedNodes::SendOwner(const std::string& owner) {
   NodeCommands commands;
+  if (owner == owner_ && !joined_anew_) return commands;  // after most events
+  owner_ = owner;
   for (auto& [id, node] : nodes_) {
     if (node.owner == owner) continue;
     node.owner = owner;

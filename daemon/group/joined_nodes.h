@@ -95,6 +95,7 @@ class JoinedNodes {
   std::map<NodeId, Node> nodes_;
   // Found anew at each Ping, not at each report, since every event asks for the next deadline.
   std::optional<TimePoint> due_;
+  std::string owner_;         // as all nodes have it that did not join anew
   bool joined_anew_ = false;  // a node joined that was not sent the readiness yet
 };
 

@@ -1,6 +1,9 @@
 #include "daemon/group/readiness.h"
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
+#include <iterator>
 #include <utility>
 
 #include "transport/base/status.h"
@@ -29,7 +32,8 @@ bool ReadinessBook::SetVersion(std::optional<Version> version) {
 void ReadinessBook::Take(const PeerReadiness& news) {
   if (news.anew) instances_.clear();
   version_ = news.version;
-  for (const InstanceStanding& standing : news.instances) Set(standing);
+  if (news.instances == nullptr) return;
+  for (const InstanceStanding& standing : *news.instances) Set(standing);
 }
 
 void ReadinessBook::LoseCoordinator() {
@@ -77,15 +81,26 @@ std::optional<Readiness> ReadinessBook::Of(const std::string& instance, int64_t 
 }
 
 std::vector<PeerReadiness> ReadinessBook::All() const {
-  std::vector<PeerReadiness> all;
-  all.push_back({.anew = true, .version = version_, .instances = {}});
-  for (const auto& [name, standing] : instances_) {
-    if (all.back().instances.size() >= kMaxStandings) {
-      all.push_back({.anew = false, .version = version_, .instances = {}});
-    }
-    all.back().instances.push_back(standing);
-  }
+  std::vector<InstanceStanding> standings;
+  standings.reserve(instances_.size());
+  for (const auto& [name, standing] : instances_) standings.push_back(standing);
+  std::vector<PeerReadiness> all = NewsOf(std::move(standings));
+  if (all.empty()) all.push_back({.version = version_});
+  all.front().anew = true;
   return all;
+}
+
+std::vector<PeerReadiness> ReadinessBook::NewsOf(std::vector<InstanceStanding> standings) const {
+  std::vector<PeerReadiness> news;
+  for (size_t begin = 0; begin < standings.size(); begin += kMaxStandings) {
+    const size_t end = std::min(standings.size(), begin + kMaxStandings);
+    const auto at = [&](size_t i) {
+      return std::make_move_iterator(standings.begin() + static_cast<ptrdiff_t>(i));
+    };
+    news.push_back({.version = version_,
+                    .instances = Shared(std::vector<InstanceStanding>(at(begin), at(end)))});
+  }
+  return news;
 }
 
 }  // namespace refitd

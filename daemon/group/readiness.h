@@ -19,9 +19,11 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "transport/base/ids.h"
@@ -58,9 +60,15 @@ struct InstanceStanding {
 struct PeerReadiness {
   // True for the first message on a link: what was known before is void.
   bool anew = false;
-  std::optional<Version> version;           // the group's
-  std::vector<InstanceStanding> instances;  // those that changed; at most kMaxStandings
+  std::optional<Version> version;  // the group's
+  // Those that changed; at most kMaxStandings. The messages to all daemons share them: a commit
+  // changes all instances. Null: none.
+  std::shared_ptr<const std::vector<InstanceStanding>> instances{};
 };
+inline std::shared_ptr<const std::vector<InstanceStanding>> Shared(
+    std::vector<InstanceStanding> standings) {
+  return std::make_shared<const std::vector<InstanceStanding>>(std::move(standings));
+}
 
 struct Readiness {
   bool ready = false;
@@ -92,6 +100,8 @@ class ReadinessBook {
 
   // Everything, in messages of at most kMaxStandings instances; at least one message.
   std::vector<PeerReadiness> All() const;
+  // Tells of these, with the group's version.
+  std::vector<PeerReadiness> NewsOf(std::vector<InstanceStanding> standings) const;
 
  private:
   std::optional<Version> version_;

@@ -87,7 +87,7 @@ TEST_CASE(
   const auto all = book.All();
   CHECK(all.size() == 3);
   for (const PeerReadiness& each : all) {
-    CHECK(each.instances.size() <= kMaxStandings);
+    CHECK(each.instances->size() <= kMaxStandings);
     other.Take(each);
   }
   CHECK(other.instances() == book.instances());

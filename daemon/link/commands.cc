@@ -206,7 +206,8 @@ void Put(const PeerReadiness& v, v1::PeerAnswer* message) {
   v1::PeerReadiness* out = message->mutable_readiness();
   out->set_anew(v.anew);
   if (v.version.has_value()) out->set_version(v.version->value());
-  for (const InstanceStanding& standing : v.instances) {
+  if (v.instances == nullptr) return;
+  for (const InstanceStanding& standing : *v.instances) {
     out->add_instances(standing.instance);
     out->add_standings(static_cast<v1::PeerStanding>(static_cast<int>(standing.standing) + 1));
     out->add_versions(standing.version.has_value() ? standing.version->value() : kNoVersion);
@@ -599,6 +600,7 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const Pe
       AtMost(message.instances_size(), static_cast<int64_t>(kMaxStandings), "readiness.instances"));
   REFITD_RETURN_IF_ERROR(SameLength(message.standings_size(), count, "readiness.standings"));
   REFITD_RETURN_IF_ERROR(SameLength(message.versions_size(), count, "readiness.versions"));
+  std::vector<InstanceStanding> instances;
   for (int i = 0; i < message.instances_size(); ++i) {
     InstanceStanding standing{.instance = message.instances(i), .version = std::nullopt};
     REFITD_RETURN_IF_ERROR(CheckName(standing.instance, fmt::format("readiness.instances[{}]", i)));
@@ -610,8 +612,9 @@ absl::StatusOr<PeerCommand> CommandOf(const v1::PeerReadiness& message, const Pe
           standing.version,
           VersionOf(message.versions(i), fmt::format("readiness.versions[{}]", i)));
     }
-    out.instances.push_back(std::move(standing));
+    instances.push_back(std::move(standing));
   }
+  out.instances = Shared(std::move(instances));
   return out;
 }
 

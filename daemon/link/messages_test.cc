@@ -410,6 +410,11 @@ void FillOne(Rng& rng, std::shared_ptr<const std::vector<ReplicaShare>>* v) {
   }
   *v = std::make_shared<const std::vector<ReplicaShare>>(std::move(shares));
 }
+void FillOne(Rng& rng, std::shared_ptr<const std::vector<InstanceStanding>>* v) {
+  std::vector<InstanceStanding> standings(static_cast<size_t>(Between(rng, 0, 4)));
+  for (InstanceStanding& standing : standings) Fill(rng, &standing);
+  *v = Shared(std::move(standings));
+}
 void FillOne(Rng& rng, std::shared_ptr<const std::vector<std::string>>* v) {
   std::vector<std::string> texts(static_cast<size_t>(Between(rng, 0, 4)));
   for (std::string& text : texts) FillOne(rng, &text);

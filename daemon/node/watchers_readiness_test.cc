@@ -61,7 +61,7 @@ struct World {
     Feed(CommandReceived{PeerReadiness{
              .anew = true,
              .version = version,
-             .instances = {{"here", standing, version}, {"there", standing, version}}}},
+             .instances = Shared({{"here", standing, version}, {"there", standing, version}})}},
          kNow, group);
   }
   // The coordinator is lost, and the follower's record goes.
@@ -184,10 +184,10 @@ TEST_CASE("where no version was known, a rank comes again with any weights") {
 
 TEST_CASE("the lag that a group allows is kept with what was known last") {
   World world;
-  world.Feed(
-      CommandReceived{PeerReadiness{.anew = true,
-                                    .version = Version(4),
-                                    .instances = {{"there", Standing::kClean, Version(3)}}}});
+  world.Feed(CommandReceived{
+      PeerReadiness{.anew = true,
+                    .version = Version(4),
+                    .instances = Shared({{"there", Standing::kClean, Version(3)}})}});
   REQUIRE(world.Ready("there"));
   world.Lose();
   CHECK(world.Ready("there"));
