@@ -249,7 +249,8 @@ bool Membership::EnterEngine(Member member, const EngineIdentity& who, bool drai
   Admit(std::move(member), draining);
   CompleteIfAllHere(&instance);
   const std::string claim = ClaimOf(who);
-  return CheckEnginesTake(claim).ok() && ownership_.EnterEngine(claim) && FindUnwelcome();
+  if (claim.empty() || !CheckEnginesTake(claim).ok()) return false;
+  return ownership_.EnterEngine(claim) && FindUnwelcome();
 }
 
 void Membership::Admit(Member member, bool draining) {
@@ -287,7 +288,8 @@ absl::Status Membership::CheckShadowed(const Member& member, const LayoutRegiste
   for (const auto& [rank, id] : instances_.at(member.instance).ranks) {
     const Member& other = *Find(id);
     if (id == member.id || other.layout == nullptr || other.layout->pieces.empty()) continue;
-    if (other.shadowed == e.shadowed) continue;
+    // The ranks that have a layout agree, so comparing with the first is enough.
+    if (other.shadowed == e.shadowed) return absl::OkStatus();
     return InvalidField("layout.backs", "layout.backs: {} has {}, and {} has {}", member.label,
                         e.shadowed ? "backs" : "none", other.label, e.shadowed ? "none" : "backs");
   }
