@@ -481,7 +481,8 @@ def compatibility_page() -> str:
         MADE.format("tools/reference.py", RUNS),
         "# Compatibility: what was run with what\n",
         "*passed*: it ran, with the result that the evidence has. *partly*: its parts ran, the whole framework did not. "
-        "*not possible in this vLLM*: it ends without refitd too. *by signature*: written for it, and not run. *by source*: its source was read for where refitd can take part.\n",
+        "*not possible in this vLLM*: it ends without refitd too. *by signature*: written for it, and not run. "
+        "*by source*: its source was read for where refitd can take part.\n",
     ]
     for kind, title in KINDS.items():
         rows = [(cell(r["name"]), r["version"], r["device"], cell(r["ranks"]), f"[{r['result']}](../evidence/{r['evidence']})".replace("evidence/../", ""),
