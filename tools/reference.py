@@ -28,7 +28,7 @@ METRICS_CC, METRICS_H, OBSERVER_H = "daemon/metrics.cc", "daemon/metrics.h", "da
 LOG_NOTES = FOLDER + "/log_lines.csv"
 RUNS = "docs/evidence/runs.yaml"
 KINDS = {"engine": "Engines", "trainer": "Trainers", "base": "Beneath"}
-RESULTS = ("passed", "partly", "fails", "by signature", "by source")
+RESULTS = ("passed", "partly", "not possible in this vLLM", "by signature", "by source")
 MADE = "<!-- Made by {}: edit {} instead. -->\n"
 
 
@@ -480,8 +480,9 @@ def compatibility_page() -> str:
     parts = [
         MADE.format("tools/reference.py", RUNS),
         "# Compatibility: what was run with what\n",
-        "*passed*: it ran, with the result that the evidence has. *partly*: its parts ran, the whole framework did not. *fails*: without refitd too. "
-        "*by signature*: written for it, and not run. *by source*: its source was read for where refitd can take part.\n",
+        "*passed*: it ran, with the result that the evidence has. *partly*: its parts ran, the whole framework did not. "
+        "*not possible in this vLLM*: it ends without refitd too. *by signature*: written for it, and not run. "
+        "*by source*: its source was read for where refitd can take part.\n",
     ]
     for kind, title in KINDS.items():
         rows = [(cell(r["name"]), r["version"], r["device"], cell(r["ranks"]), f"[{r['result']}](../evidence/{r['evidence']})".replace("evidence/../", ""),
