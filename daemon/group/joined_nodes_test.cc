@@ -57,13 +57,13 @@ TEST_CASE("a node gets all of the book once, and then what changes") {
   ReadinessBook book;
   book.Set({"one", Standing::kClean, std::nullopt});
   const std::vector<PeerReadiness> news = {
-      {false, std::nullopt, {{"two", Standing::kClean, std::nullopt}}}};
+      {.instances = Shared({{"two", Standing::kClean, std::nullopt}})}};
   const NodeCommands first = n.nodes.SendReadiness(news, book);
   REQUIRE(first.size() == 2);  // no news to nodes without the book
-  CHECK(std::get<PeerReadiness>(first[0].command).instances[0].instance == "one");
+  CHECK(std::get<PeerReadiness>(first[0].command).instances->at(0).instance == "one");
   const NodeCommands second = n.nodes.SendReadiness(news, book);
   REQUIRE(second.size() == 2);
-  CHECK(std::get<PeerReadiness>(second[1].command).instances[0].instance == "two");
+  CHECK(std::get<PeerReadiness>(second[1].command).instances->at(0).instance == "two");
 }
 
 TEST_CASE("a node gets the owner once") {
