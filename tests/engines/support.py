@@ -498,6 +498,7 @@ def check_trainers_feed_a_quantised_checkpoint(
 ) -> None:
     """After each version the engine, which was started with a checkpoint that is quantised in blocks, has the parameters and tokens of an engine that
     loaded the trainers' bfloat16 checkpoint, quantised as the kind `how` says."""
+    need_gpus(llm.get("tp", 1))
     sources = {seed: models.make(name, folder, seed) for seed in (1, 2)}
     quantised = {seed: tmp_path / f"quantised-{seed}" for seed in sources}
     for seed, path in quantised.items():
