@@ -186,7 +186,7 @@ class NcclCommunicator final : public WireCommunicator {
     CUstream stream = nullptr;
     CUevent event = nullptr;
     NcclComm comm = nullptr;
-    std::optional<NcclUniqueId> listens;  // NCCL listens for this id, in this process
+    std::optional<NcclUniqueId> listens{};  // NCCL listens for this id, in this process
   };
 
   // Makes a unique id for each rail. The first time takes long, because NCCL looks for its
