@@ -57,7 +57,7 @@ TEST_CASE("a node gets all of the book once, and then what changes") {
   ReadinessBook book;
   book.Set({"one", Standing::kClean, std::nullopt});
   const std::vector<PeerReadiness> news = {
-      {.instances = Shared({{"two", Standing::kClean, std::nullopt}})}};
+      {.version = std::nullopt, .instances = Shared({{"two", Standing::kClean, std::nullopt}})}};
   const NodeCommands first = n.nodes.SendReadiness(news, book);
   REQUIRE(first.size() == 2);  // no news to nodes without the book
   CHECK(std::get<PeerReadiness>(first[0].command).instances->at(0).instance == "one");
