@@ -391,7 +391,7 @@ class Prover:
             for child in parent.children():
                 self._parents.setdefault(id(child), []).append(parent)
         self.runs = self._record()
-        self._held = list(self._find(set(names))) if self.runs else []
+        self._held = list(self._entries_of(set(names))) if self.runs else []
         if not self.runs:
             self.proof.unproved.update(dict.fromkeys(names, self._why))
         self.proof.unproved.update(self._probe.not_run)
@@ -417,8 +417,9 @@ class Prover:
         self._got, self._users = calls.got, calls.users
         return True
 
-    def _find(self, names: set[str]) -> Iterator[_Entry]:
-        """The parameters with these names, under each module that has them: one of the modules alone may copy a tied parameter."""
+    def _entries_of(self, names: set[str]) -> Iterator[_Entry]:
+        """The parameters and buffers with these names. A tied parameter is listed once for each module that has it, since one of them may keep a
+        copy while the others read the parameter."""
         wanted = {id(tensor) for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()) if name in names}
         for prefix, module in self._model.named_modules():
             if id(module) in self._apart:

@@ -176,8 +176,11 @@ class Rank:
     def attach(
         self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool, restores: bool = False, driven: bool = False
     ) -> None:
-        """Attaches and registers. `driven`: a driver calls `ahead`. `restores`: the daemon keeps the rank's arenas for its next process; a rank whose first weights are random then
-        attaches without a version, and not as dirty. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
+        """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then.
+
+        `dirty`: the weights are not one whole version. `driven`: a driver processes staged modules ahead of the pause, by ahead(). `restores`: the
+        daemon keeps the rank's arenas for its next process; a rank whose first weights are random then attaches without a version, and not as
+        dirty."""
         self.leave()
         started = time.perf_counter()
         self._settings, self._driven = settings, driven
