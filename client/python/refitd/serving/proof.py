@@ -248,7 +248,8 @@ def _forced(routers: Iterable[_Router]) -> Iterator[None]:
 
 
 def _map(value: Any, change: Callable[[Any], Any], keep: Callable[[Any], Any] = lambda value: value) -> Any:
-    """The same value with each tensor changed, within tuples, lists, dicts and named tensors; `keep` makes what is none of these."""
+    """The same value with each tensor changed, within tuples, lists, dicts and named tensors. `keep` is called with anything else, and returns what
+    takes its place."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -289,12 +290,12 @@ class _NotTried(str):
 
 
 class _Calls:
-    """What each module got in one run of the model, at its first call."""
+    """What each module got in one run of the model, at its first call, by the module's id. The run ends with end()."""
 
     def __init__(self, model: Any, keep: Callable[[Any], Any]) -> None:
-        self.got: dict[int, tuple[Any, Any]] = {}
+        self.got: dict[int, tuple[Any, Any]] = {}  # copies of the arguments, and of the named ones
         self._keep = keep
-        self.users: dict[int, Any] = {}  # by module: another that got the module as an argument
+        self.users: dict[int, Any] = {}  # the first module that got this module as an argument
         self._handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in model.modules()]
 
     def _note(self, module: Any, arguments: Any, options: Any) -> None:

@@ -149,8 +149,9 @@ class Rank:
         take_up: TakeUp | None = None,
     ) -> None:
         """`decide`: makes the delivery, once. `process`: brings the loader tensors into the modules, after each version. `aside`: processes a
-        portion of the delivery into the memory beside the model. `logits`: runs the model on fixed tokens, for Settings.logits. `take_up`:
-        None, on all ranks that compute together: nothing that was kept was looked for."""
+        portion of the delivery into the memory beside the model. `logits`: runs the model on fixed tokens, for Settings.logits. `take_up`: how
+        the rank takes up what the daemon kept of its last process. None: nothing that was kept was looked for; the ranks that compute together all
+        have it, or none has."""
         self.clean = clean
         self.version: int | None = None
         self.staged = False
