@@ -169,8 +169,9 @@ class Cutter {
     return absl::OkStatus();
   }
 
-  // Returns the blocks of a range, which is one of blocks if scales are derived, else of elements.
-  // Only the first and the last may differ from the others.
+  // Returns the blocks that meet `range`, whose ends are numbers of blocks where scales are
+  // derived, else of elements. `end`: of the tensor. Only the first and the last block may differ
+  // from the others.
   std::vector<BlockRun> RunsIn(Range range, int64_t block, int64_t end) const {
     std::vector<BlockRun> found;
     const int64_t last = scales_ ? range.end : (range.end + block - 1) / block;
