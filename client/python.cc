@@ -170,8 +170,8 @@ bool AskStorageByMethods(void* tensor, int64_t* bytes, int64_t* start) {
   return found.has_value() && first.has_value();
 }
 
-// Whether a plain tensor's storage has all bytes of `known`: sharded training frees the memory of
-// gathered parameters between uses, and leaves the shape.
+// Whether a plain tensor's storage has `nbytes` bytes from the tensor's first element on: sharded
+// training frees the memory of gathered parameters between uses, and leaves the shape.
 bool HasMemory(void* tensor, int64_t nbytes, int64_t itemsize) {
   const refit_python& tensors = Global().tensors;
   const bool by_functions = tensors.implementation_at > 0 && tensors.get_storage_bytes != nullptr &&

@@ -345,8 +345,12 @@ class _Outputs:
         return _differ(self.tensors[0], other.tensors[0], self.noise).view(tokens, -1).any(1).cpu()
 
 
+# Noise is measured between two runs; other runs may differ by more.
+_NOISE_MARGIN = 4
+
+
 def _differ(a: Any, b: Any, noise: float) -> Any:
-    """Where two tensors differ by more than noise. NaN equals NaN."""
+    """Where two tensors differ by more than _NOISE_MARGIN times the noise. NaN equals NaN."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -354,7 +358,7 @@ def _differ(a: Any, b: Any, noise: float) -> Any:
     if not a.dtype.is_floating_point:
         return a != b
     a, b = a.float(), b.float()
-    apart = (a - b).abs() > 4 * noise if noise else a != b
+    apart = (a - b).abs() > _NOISE_MARGIN * noise if noise else a != b
     return (apart | (a.isnan() != b.isnan())) & ~(a.isnan() & b.isnan())
 
 
