@@ -80,13 +80,13 @@ class EngineImpl final : public Member<Engine, EngineLease> {
 
  private:
   std::shared_ptr<EngineLease> NewLease() override;
-  absl::Status AttachOver(EngineLease* session, TimePoint deadline,
+  absl::Status AttachOver(EngineLease* lease, TimePoint deadline,
                           const std::stop_token& stop) override;
   bool IsLost() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     NoteEnd();
     return lost_ && ended_.ok();
   }
-  void TakeOver(EngineLease* session, uint64_t generation) override
+  void TakeOver(EngineLease* lease, uint64_t generation) override
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   // Tells whether an answer must be dropped. An answer goes to the lease from which its event came;
@@ -110,7 +110,7 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   Arenas ArenasOf(Layout* layout) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   // Exchanges the sides of all registered arenas, or of none.
   absl::Status Flip() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // A flip could not be undone.
+  // Notes that a flip could not be undone.
   void LoseSides() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     state_.OnBroken();
     sides_unknown_ = true;
@@ -119,20 +119,20 @@ class EngineImpl final : public Member<Engine, EngineLease> {
   // or it is a rollback, which writes nothing, and they do not hold the version before, or nobody
   // knows (P2).
   absl::Status FlipForUpdate() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The layout is registered, over these arenas. `kept`: their memory holds the version that was
-  // kept for this lease.
-  void TakeIn(const EngineLease& session, Arenas arenas, bool kept)
+  // Notes that the layout was registered with that lease, over these arenas. `kept`: their memory
+  // holds the version that the daemon kept for the lease.
+  void TakeIn(const EngineLease& lease, Arenas arenas, bool kept)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Registers the layout with that lease. `withdraws`: an earlier layout may be in use, of this
   // lease or of one that has ended.
-  absl::Status Register(EngineLease* session, const Layout& layout, Arenas arenas, bool withdraws)
+  absl::Status Register(EngineLease* lease, const Layout& layout, Arenas arenas, bool withdraws)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_);
   absl::Status AnswerReady(Version version, std::optional<TimePoint> stopped);
   // The outcome of an update for which the sides were exchanged.
-  void Settle(EngineLease* session, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Settle(EngineLease* lease, bool committed) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Applies an event to the state. Returns Nothing if the event is not for the caller.
-  Event Take(EngineLease* session, const v1::EngineEvent& message);
-  Event TakePart(const EngineLease& session, const v1::BucketReady& bucket);
+  Event Take(EngineLease* lease, const v1::EngineEvent& message);
+  Event TakePart(const EngineLease& lease, const v1::BucketReady& bucket);
   // If the lease ended and all its events were taken, notes what follows for the weights and the
   // caller.
   void NoteEnd() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -235,13 +235,13 @@ absl::Status CheckOptions(const EngineOptions& options) {
 // ---- attaching ----
 
 std::shared_ptr<EngineLease> EngineImpl::NewLease() {
-  auto session = std::make_shared<EngineLease>();
+  auto lease = std::make_shared<EngineLease>();
   MutexLock lock(&mutex_);
-  if (lease_ != nullptr) session->number = lease_->number + 1;
-  return session;
+  if (lease_ != nullptr) lease->number = lease_->number + 1;
+  return lease;
 }
 
-absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
+absl::Status EngineImpl::AttachOver(EngineLease* lease, TimePoint deadline,
                                     const std::stop_token& stop) {
   EngineOptions options = options_;
   {
@@ -257,19 +257,19 @@ absl::Status EngineImpl::AttachOver(EngineLease* session, TimePoint deadline,
       options.restore = false;
     }
   }
-  session->held = options.held_version;
-  return session->Attach(connect_, Hello(options, deadline), /*handler=*/nullptr, wake_, deadline,
-                         stop, [&]() -> absl::Status {
-                           // Map the slots now, so that a driver that is missing or refuses is an
-                           // error of Attach and not of the first update.
-                           if (!ReadsSlots(options.delivery) || !OnDevice(connect_.device)) {
-                             return absl::OkStatus();
-                           }
-                           return session->connection->Pool(Access::kReadOnly).status();
-                         });
+  lease->held = options.held_version;
+  return lease->Attach(connect_, Hello(options, deadline), /*handler=*/nullptr, wake_, deadline,
+                       stop, [&]() -> absl::Status {
+                         // Map the slots now, so that a driver that is missing or refuses is an
+                         // error of Attach and not of the first update.
+                         if (!ReadsSlots(options.delivery) || !OnDevice(connect_.device)) {
+                           return absl::OkStatus();
+                         }
+                         return lease->connection->Pool(Access::kReadOnly).status();
+                       });
 }
 
-void EngineImpl::TakeOver(EngineLease* session, uint64_t /*generation*/) {
+void EngineImpl::TakeOver(EngineLease* lease, uint64_t /*generation*/) {
   if (state_.has_outstanding()) {
     if (auto pool = lease_->connection->MappedPool()) old_pools_.push_back(std::move(pool));
   }
@@ -277,7 +277,7 @@ void EngineImpl::TakeOver(EngineLease* session, uint64_t /*generation*/) {
   // The sides stay: this daemon was given them as they are, and has staged nothing yet.
   must_flip_ = flipped_ = sides_unknown_ = layout_unclear_ = false;
   lost_ = false;
-  notices_.push_back(Reattached{state_.weights(), session->held});
+  notices_.push_back(Reattached{state_.weights(), lease->held});
 }
 
 void EngineImpl::NoteEnd() const {
@@ -305,12 +305,12 @@ absl::StatusOr<std::shared_ptr<Region>> EngineImpl::AddArena(std::shared_ptr<Are
 }
 
 absl::StatusOr<std::shared_ptr<Arena>> EngineImpl::TakeKept(int index) {
-  std::shared_ptr<EngineLease> session;
+  std::shared_ptr<EngineLease> lease;
   {
     MutexLock lock(&mutex_);
-    session = lease_;
+    lease = lease_;
   }
-  REFITD_ASSIGN_OR_RETURN(SharedSides sides, session->connection->TakeKept(index));
+  REFITD_ASSIGN_OR_RETURN(SharedSides sides, lease->connection->TakeKept(index));
   return Arena::Open(std::move(sides), connect_);
 }
 
@@ -332,7 +332,7 @@ EngineImpl::Arenas EngineImpl::ArenasOf(Layout* layout) {
 
 absl::Status EngineImpl::Register(Layout layout) {
   TieSharedTensors(&layout);
-  std::shared_ptr<EngineLease> session;
+  std::shared_ptr<EngineLease> lease;
   absl::Status status;
   {
     MutexLock lock(&register_mutex_);
@@ -349,14 +349,14 @@ absl::Status EngineImpl::Register(Layout layout) {
         return Error(absl::StatusCode::kFailedPrecondition,
                      "the outcome of an update that exchanged the sides of arenas is awaited");
       }
-      session = lease_;
-      layout.flips = session->flips;
+      lease = lease_;
+      layout.flips = lease->flips;
     }
-    status = session->stream->status();
-    if (status.ok()) status = Register(session.get(), layout, std::move(arenas), withdraws);
+    status = lease->stream->status();
+    if (status.ok()) status = Register(lease.get(), layout, std::move(arenas), withdraws);
   }
   if (status.ok()) return status;
-  const absl::Status end = session->stream->LeaseEndBehind("RegisterLayout", status, kCleanupLimit);
+  const absl::Status end = lease->stream->LeaseEndBehind("RegisterLayout", status, kCleanupLimit);
   if (end.ok()) return status;
   if (!reattaches() || !DaemonGone(end)) return end;
   return WithFailureOf(end, Error(absl::StatusCode::kUnavailable,
@@ -366,10 +366,10 @@ absl::Status EngineImpl::Register(Layout layout) {
 // The daemon must not write to the backs from the copies on, until it has the layout: what an
 // update wrote there and did not commit would stay where the layout names nothing. That is true of
 // a lease that has ended too, whose copies may still run.
-absl::Status EngineImpl::Register(EngineLease* session, const Layout& layout, Arenas arenas,
+absl::Status EngineImpl::Register(EngineLease* lease, const Layout& layout, Arenas arenas,
                                   bool withdraws) {
   const auto upload = [&](const Layout& sent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(register_mutex_) {
-    return registration_.Register(session->connection.get(), session->Uploader(), sent);
+    return registration_.Register(lease->connection.get(), lease->Uploader(), sent);
   };
   if (withdraws) {
     Layout pending = layout;
@@ -392,14 +392,14 @@ absl::Status EngineImpl::Register(EngineLease* session, const Layout& layout, Ar
     if (!arenas.empty() && IsUnclear(registered.status())) layout_unclear_ = true;
     return registered.status();
   }
-  TakeIn(*session, std::move(arenas), registered->kept);
+  TakeIn(*lease, std::move(arenas), registered->kept);
   return absl::OkStatus();
 }
 
-void EngineImpl::TakeIn(const EngineLease& session, Arenas arenas, bool kept) {
+void EngineImpl::TakeIn(const EngineLease& lease, Arenas arenas, bool kept) {
   registered_ = std::move(arenas);
   layout_unclear_ = false;
-  const v1::Welcome& welcome = session.connection->welcome();
+  const v1::Welcome& welcome = lease.connection->welcome();
   const v1::KeptArenas& held = welcome.kept();
   if (!kept || !state_.OnRestored(Version(held.version()))) return;
   origin_ = held.incarnation();
@@ -415,7 +415,7 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
   const TimePoint deadline = After(timeout);
   MutexLock lock(&next_mutex_);
   while (true) {
-    std::shared_ptr<EngineLease> session;
+    std::shared_ptr<EngineLease> lease;
     {
       MutexLock state_lock(&mutex_);
       NoteEnd();
@@ -431,31 +431,31 @@ absl::StatusOr<Event> EngineImpl::Next(std::chrono::milliseconds timeout) {
         }
         continue;
       }
-      session = lease_;
+      lease = lease_;
     }
-    const auto event = session->stream->Front(deadline);
+    const auto event = lease->stream->Front(deadline);
     if (!event.ok()) continue;  // NoteEnd decides what follows from the error.
     if (*event == nullptr) return Event(Nothing{});
-    Event taken = Take(session.get(), **event);
-    session->stream->PopFront();  // after Take: NoteEnd must find the event's effect in the state
-    if (wake_ && session->stream->exhausted()) wake_();
+    Event taken = Take(lease.get(), **event);
+    lease->stream->PopFront();  // after Take: NoteEnd must find the event's effect in the state
+    if (wake_ && lease->stream->exhausted()) wake_();
     if (!std::holds_alternative<Nothing>(taken)) return taken;
   }
 }
 
-Event EngineImpl::Take(EngineLease* session, const v1::EngineEvent& message) {
-  if (message.has_bucket()) return TakePart(*session, message.bucket());
+Event EngineImpl::Take(EngineLease* lease, const v1::EngineEvent& message) {
+  if (message.has_bucket()) return TakePart(*lease, message.bucket());
   Event event = DecodeEvent(message);
   MutexLock lock(&mutex_);
   if (const auto* staged = std::get_if<Staged>(&event)) {
-    state_.OnStaged(staged->version, session->Update(message.staged().update_id()));
+    state_.OnStaged(staged->version, lease->Update(message.staged().update_id()));
   } else if (const auto* prepare = std::get_if<Prepare>(&event)) {
-    state_.OnPrepare(prepare->version, session->Update(message.prepare().update_id()));
+    state_.OnPrepare(prepare->version, lease->Update(message.prepare().update_id()));
     prepared_ = std::chrono::steady_clock::now();
     must_flip_ = prepare->flip;
     rolls_back_ = prepare->content.has_value();
   } else if (auto* committed = std::get_if<Committed>(&event)) {
-    Settle(session, /*committed=*/true);
+    Settle(lease, /*committed=*/true);
     if (!state_.OnCommitted(committed->version)) return Nothing{};
     origin_ = committed->incarnation;
     owner_ = committed->owner;
@@ -468,7 +468,7 @@ Event EngineImpl::Take(EngineLease* session, const v1::EngineEvent& message) {
     return Aborted{committed->version, "it was committed, but this rank had failed",
                    /*dirty=*/true, failure};
   } else if (auto* aborted = std::get_if<Aborted>(&event)) {
-    Settle(session, /*committed=*/false);
+    Settle(lease, /*committed=*/false);
     if (!state_.OnAborted(aborted->version, aborted->dirty)) return Nothing{};
     // A restarted daemon does not know what the daemon before it left in this memory; this rank
     // does (P2).
@@ -478,16 +478,16 @@ Event EngineImpl::Take(EngineLease* session, const v1::EngineEvent& message) {
   return event;
 }
 
-Event EngineImpl::TakePart(const EngineLease& session, const v1::BucketReady& bucket) {
+Event EngineImpl::TakePart(const EngineLease& lease, const v1::BucketReady& bucket) {
   const Version version(bucket.version());
-  const UpdateId update = session.Update(bucket.update_id());
+  const UpdateId update = lease.Update(bucket.update_id());
   const PartSeq seq(bucket.part());
   auto part = [&]() -> absl::StatusOr<Part> {
-    REFITD_ASSIGN_OR_RETURN(auto pool, session.connection->Pool(Access::kReadOnly));
+    REFITD_ASSIGN_OR_RETURN(auto pool, lease.connection->Pool(Access::kReadOnly));
     REFITD_ASSIGN_OR_RETURN(
         Part decoded,
         DecodePart(bucket, std::span<const char>(pool->data(), static_cast<size_t>(pool->bytes())),
-                   session.connection->welcome().slot_bytes()));
+                   lease.connection->welcome().slot_bytes()));
     decoded.slots = std::move(pool);
     return decoded;
   }();
@@ -527,13 +527,13 @@ absl::Status EngineImpl::SendFailed(Version version, const std::string& reason) 
 
 absl::StatusOr<bool> EngineImpl::Dropped() {
   NoteEnd();
-  const absl::Status lease = lease_->stream->status();
+  const absl::Status status = lease_->stream->status();
   if (!reattaches()) {
-    REFITD_RETURN_IF_ERROR(lease);
+    REFITD_RETURN_IF_ERROR(status);
     return false;
   }
   REFITD_RETURN_IF_ERROR(ended_);
-  return !lease.ok() || !notices_.empty();
+  return !status.ok() || !notices_.empty();
 }
 
 absl::Status EngineImpl::Flip() {
@@ -564,15 +564,15 @@ absl::Status EngineImpl::FlipForUpdate() {
   return Flip();
 }
 
-void EngineImpl::Settle(EngineLease* session, bool committed) {
+void EngineImpl::Settle(EngineLease* lease, bool committed) {
   if (!std::exchange(flipped_, false)) return;
   if (!committed) {
     if (!Flip().ok()) LoseSides();
     return;
   }
-  ++session->flips;
+  ++lease->flips;
   for (const std::shared_ptr<ArenaRegion>& arena : registered_) {
-    session->connection->Exchange(arena->pair());
+    lease->connection->Exchange(arena->pair());
   }
 }
 

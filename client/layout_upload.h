@@ -23,7 +23,7 @@ namespace refitd::client {
 using StartUpload = std::function<void(grpc::ClientContext*, v1::LayoutRegistered*,
                                        grpc::ClientWriteReactor<v1::LayoutChunk>*)>;
 
-// Sends `chunks` and waits for the daemon's verdict; CANCELLED soon after `stop` was requested.
+// Sends `chunks` and waits for the daemon's answer; CANCELLED soon after `stop` was requested.
 // Thread-safe.
 absl::StatusOr<v1::LayoutRegistered> UploadLayout(const StartUpload& start,
                                                   std::vector<v1::LayoutChunk> chunks,

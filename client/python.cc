@@ -170,8 +170,8 @@ bool AskStorageByMethods(void* tensor, int64_t* bytes, int64_t* start) {
   return found.has_value() && first.has_value();
 }
 
-// Whether a plain tensor's storage has all bytes of `known`: sharded training frees the memory of
-// gathered parameters between uses, and leaves the shape.
+// Whether a plain tensor's storage has `nbytes` bytes from the tensor's first element on: sharded
+// training frees the memory of gathered parameters between uses, and leaves the shape.
 bool HasMemory(void* tensor, int64_t nbytes, int64_t itemsize) {
   const refit_python& tensors = Global().tensors;
   const bool by_functions = tensors.implementation_at > 0 && tensors.get_storage_bytes != nullptr &&
@@ -341,8 +341,8 @@ void* CallWatched(void* self, void* const* arguments, intptr_t count) {
 
 MethodDef watched_method = {"call", &CallWatched, kFastCall, nullptr};
 
-// Asks the processor for memory that will be read soon. Any address will do, because nothing is
-// read at it.
+// Asks the processor for the two lines of memory at `address`, which will be read soon. Any address
+// will do, because nothing is read at it.
 void Prefetch(const void* address) {
   __builtin_prefetch(address);
   __builtin_prefetch(static_cast<const char*>(address) + 64);
@@ -582,9 +582,11 @@ int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, voi
                                    int64_t count) {
   if (!Global().ready) return 0;
   for (int64_t i = 0; i < count; ++i) {
-    if (i + 2 * kPrefetchDistance < count) __builtin_prefetch(dicts[i + 2 * kPrefetchDistance]);
-    if (i + kPrefetchDistance < count && sizes[i + kPrefetchDistance] > 0)
+    if (i + 2 * kPrefetchDistance < count) Prefetch(dicts[i + 2 * kPrefetchDistance]);
+    // Of a dict without entries neither keys nor values are read.
+    if (i + kPrefetchDistance < count && sizes[i + kPrefetchDistance] > 0) {
       ReadDictAhead(dicts[i + kPrefetchDistance]);
+    }
     if (!HasEntries(dicts[i], entries, sizes[i])) return i;
     entries += 2 * sizes[i];
   }

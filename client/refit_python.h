@@ -104,22 +104,22 @@ void refit_python_add_type(void* type);
  * new reference, which keeps the packer; NULL: refit_python_use() was not successful, or a Python
  * exception is set. */
 void* refit_python_pusher(const refit_packer* packer);
-/* Returns the index of the first of `count` tensors, objects of the type or its subclasses, whose
- * memory does not begin at its address; `count`: there is none. */
+/* The four functions refit_python_first_...() return the index of the first of `count` objects that
+ * is another than before; `count`: there is none. Before refit_python_use() was successful they
+ * look at nothing and return 0, so that the caller compares by itself, as after a difference. */
+/* Looks for a tensor, an object of the type or its subclasses, whose memory does not begin at its
+ * address. */
 int64_t refit_python_first_moved(void* const* tensors, const int64_t* addresses, int64_t count);
 /* Writes for each of `count` tensors a mark of its address, element type, shape and strides; 0: the
- * tensor can't be read. */
+ * tensor can't be read, or refit_python_use() was not successful. */
 void refit_python_marks(void* const* tensors, uint64_t* marks, int64_t count);
-/* Returns the index of the first tensor that has another mark now, or can't be read; `count`: there
- * is none. */
+/* Looks for a tensor that has another mark now, or can't be read. */
 int64_t refit_python_first_changed(void* const* tensors, const uint64_t* marks, int64_t count);
-/* Returns the index of the first dict that has another value, or none, under its key, a text;
- * `count`: there is none. */
+/* Looks for a dict that has another value, or none, under its key, a text. */
 int64_t refit_python_first_rebound(void* const* dicts, void* const* keys, void* const* values,
                                    int64_t count);
-/* Returns the index of the first dict that has other entries than before, or in another order;
- * `count`: there is none. Dict i had sizes[i] entries; `entries` has the key and the value of each,
- * of one dict after the other. */
+/* Looks for a dict that has other entries than before, or has them in another order. Dict i had
+ * sizes[i] entries; `entries` has the key and the value of each, of one dict after the other. */
 int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, void* const* entries,
                                    int64_t count);
 /* Makes Python (3.12 or later) tell of changes of these dicts, so that they need not be compared:

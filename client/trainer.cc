@@ -56,7 +56,7 @@ struct TrainerState {
 };
 
 // One lease, shared by all objects that came from it.
-struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
+struct TrainerLease : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
   // Constant after Attach.
   Duration default_duration = kDefaultDuration;
   // The binding generation of the layout that the daemon has; 0: it has no layout.
@@ -105,43 +105,43 @@ struct Core : Lease<v1::Trainer, v1::TrainerMessage, v1::TrainerEvent> {
 
 // Makes a clean-up call for whose answer nobody waits; the call ends within kCleanupLimit.
 template <typename Request, typename Response>
-void CallAndForget(const std::shared_ptr<Core>& core, UnaryMethod<Stub, Request, Response> method,
-                   Request request) {
-  if (!core->stream->status().ok()) return;
-  *request.mutable_lease() = core->connection->lease();
-  StartCall<Stub, Request, Response>(core->async(), method, std::move(request),
+void CallAndForget(const std::shared_ptr<TrainerLease>& lease,
+                   UnaryMethod<Stub, Request, Response> method, Request request) {
+  if (!lease->stream->status().ok()) return;
+  *request.mutable_lease() = lease->connection->lease();
+  StartCall<Stub, Request, Response>(lease->async(), method, std::move(request),
                                      After(kCleanupLimit),
-                                     [core](const absl::Status&, const Response&) {});
+                                     [lease](const absl::Status&, const Response&) {});
 }
 
 class SlotImpl final : public LeasedSlot {
  public:
-  SlotImpl(std::shared_ptr<Core> core, std::shared_ptr<const SlotMemory> pool,
-           const v1::LeaseSlotResponse& lease)
-      : core_(std::move(core)), pool_(std::move(pool)), lease_(lease) {}
+  SlotImpl(std::shared_ptr<TrainerLease> lease, std::shared_ptr<const SlotMemory> pool,
+           const v1::LeaseSlotResponse& granted)
+      : lease_(std::move(lease)), pool_(std::move(pool)), granted_(granted) {}
   ~SlotImpl() override {
     if (submitted_) return;
     v1::ReleaseSlotRequest request;
-    request.set_slot(lease_.slot());
-    request.set_grant(lease_.grant());
-    CallAndForget<v1::ReleaseSlotRequest, v1::ReleaseSlotResponse>(core_, &Stub::ReleaseSlot,
+    request.set_slot(granted_.slot());
+    request.set_grant(granted_.grant());
+    CallAndForget<v1::ReleaseSlotRequest, v1::ReleaseSlotResponse>(lease_, &Stub::ReleaseSlot,
                                                                    std::move(request));
   }
-  char* data() const override { return pool_->data() + lease_.byte_offset(); }
-  int64_t bytes() const override { return lease_.bytes(); }
+  char* data() const override { return pool_->data() + granted_.byte_offset(); }
+  int64_t bytes() const override { return granted_.bytes(); }
 
-  const Core* core() const { return core_.get(); }
+  const TrainerLease* lease() const { return lease_.get(); }
   void Describe(v1::SlotRef* ref) const {
-    ref->set_slot(lease_.slot());
-    ref->set_grant(lease_.grant());
+    ref->set_slot(granted_.slot());
+    ref->set_grant(granted_.grant());
   }
   // The daemon took the slot with its bucket.
   void Submitted() { submitted_ = true; }
 
  private:
-  const std::shared_ptr<Core> core_;
+  const std::shared_ptr<TrainerLease> lease_;
   const std::shared_ptr<const SlotMemory> pool_;
-  const v1::LeaseSlotResponse lease_;
+  const v1::LeaseSlotResponse granted_;
   bool submitted_ = false;  // set by the thread that ends the bucket's call
 };
 
@@ -151,12 +151,13 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
  public:
   using Done = std::function<void(absl::Status)>;
 
-  Pushes(std::shared_ptr<Core> core, Version version, uint64_t update_id, TimePoint deadline)
-      : core_(std::move(core)),
+  Pushes(std::shared_ptr<TrainerLease> lease, Version version, uint64_t update_id,
+         TimePoint deadline)
+      : lease_(std::move(lease)),
         version_(version),
         update_id_(update_id),
         deadline_(deadline),
-        window_(std::max(1, core_->connection->welcome().limits().outstanding_buckets())) {}
+        window_(std::max(1, lease_->connection->welcome().limits().outstanding_buckets())) {}
 
   // Sends the bucket as soon as the window has room. On an error `done` was not moved from.
   // `keep_error`: nobody waits for this push's own error, so an error is kept as first_error, and
@@ -229,7 +230,7 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
   }
   void GiveUp(int64_t seq, const absl::Status& status);
 
-  const std::shared_ptr<Core> core_;
+  const std::shared_ptr<TrainerLease> lease_;
   const Version version_;
   const uint64_t update_id_;
   const TimePoint deadline_;  // for every call of the update
@@ -252,15 +253,15 @@ class Pushes : public std::enable_shared_from_this<Pushes> {
 };
 
 absl::Status Pushes::Encode(const Bucket& bucket, v1::PushBucketRequest* request) const {
-  const int64_t inline_limit = core_->connection->welcome().limits().inline_bytes();
+  const int64_t inline_limit = lease_->connection->welcome().limits().inline_bytes();
   REFITD_RETURN_IF_ERROR(EncodeBucket(bucket, inline_limit, request->mutable_bucket()));
-  REFITD_RETURN_IF_ERROR(core_->connection->ToProto(request->mutable_bucket()));
-  *request->mutable_lease() = core_->connection->lease();
+  REFITD_RETURN_IF_ERROR(lease_->connection->ToProto(request->mutable_bucket()));
+  *request->mutable_lease() = lease_->connection->lease();
   request->set_version(version_.value());
   request->set_update_id(update_id_);
   if (bucket.slot == nullptr) return absl::OkStatus();
   const auto* slot = dynamic_cast<const SlotImpl*>(bucket.slot.get());
-  if (slot == nullptr || slot->core() != core_.get()) {
+  if (slot == nullptr || slot->lease() != lease_.get()) {
     return InvalidField("bucket.slot", "bucket.slot was not leased by this trainer");
   }
   slot->Describe(request->mutable_bucket()->mutable_slot());
@@ -300,7 +301,7 @@ absl::StatusOr<Pushes::Ticket> Pushes::EnterWindow(const Bucket& bucket) {
 }
 
 absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
-  REFITD_RETURN_IF_ERROR(core_->stream->status());
+  REFITD_RETURN_IF_ERROR(lease_->stream->status());
   v1::PushBucketRequest request;
   REFITD_RETURN_IF_ERROR(Encode(bucket, &request));
   REFITD_ASSIGN_OR_RETURN(const Ticket ticket, EnterWindow(bucket));
@@ -309,16 +310,16 @@ absl::Status Pushes::Start(Bucket bucket, bool keep_error, Done* done) {
   // answers.
   auto source = std::make_shared<Bucket>(std::move(bucket));
   auto context = StartCall<Stub, v1::PushBucketRequest, v1::PushBucketResponse>(
-      core_->async(), &Stub::PushBucket, std::move(request), deadline_,
+      lease_->async(), &Stub::PushBucket, std::move(request), deadline_,
       [self = shared_from_this(), ticket, source, keep_error, done = std::move(*done)](
           const absl::Status& status, const v1::PushBucketResponse&) {
         // This is gRPC's thread, which also brings the lease's end, so it must not wait for that
         // end.
         const absl::Status end =
-            self->core_->stream->LeaseEndBehind("push", status, Duration::zero());
+            self->lease_->stream->LeaseEndBehind("push", status, Duration::zero());
         self->Answered(
             ticket, source.get(), keep_error, done,
-            end.ok() ? NameDaemon("push", self->core_->connection->socket(), status) : end);
+            end.ok() ? NameDaemon("push", self->lease_->connection->socket(), status) : end);
       });
   MutexLock lock(&mutex_);
   // The call may have been answered already; then it is no longer in the list.
@@ -379,24 +380,24 @@ void Pushes::GiveUp(int64_t seq, const absl::Status& status) {
   request.set_update_id(update_id_);
   request.set_reason(
       CleanText(Escaped(fmt::format("bucket {}: {}", seq, Message(status))), kMaxReasonBytes));
-  CallAndForget<v1::AbortRequest, v1::AbortResponse>(core_, &Stub::Abort, std::move(request));
+  CallAndForget<v1::AbortRequest, v1::AbortResponse>(lease_, &Stub::Abort, std::move(request));
 }
 
 class UpdateImpl final : public Update {
  public:
-  UpdateImpl(std::shared_ptr<Core> core, const RefitOptions& options,
+  UpdateImpl(std::shared_ptr<TrainerLease> lease, const RefitOptions& options,
              const v1::BeginResponse& begun)
-      : core_(std::move(core)),
+      : lease_(std::move(lease)),
         options_(options),
         version_(options.version),
         begun_(begun),
         deadline_(After(std::chrono::milliseconds(begun.remaining_ms()))),
-        call_deadline_(deadline_ + core_->connection->call_margin()),
-        pushes_(std::make_shared<Pushes>(core_, version_, begun_.update_id(), call_deadline_)) {}
+        call_deadline_(deadline_ + lease_->connection->call_margin()),
+        pushes_(std::make_shared<Pushes>(lease_, version_, begun_.update_id(), call_deadline_)) {}
 
   ~UpdateImpl() override {
     GoOut();
-    core_->Unclaim(begun_.update_id());
+    lease_->Unclaim(begun_.update_id());
   }
 
   Version version() const override { return version_; }
@@ -434,7 +435,7 @@ class UpdateImpl final : public Update {
   }
   absl::Status EndByAbort(const std::string& reason);
 
-  const std::shared_ptr<Core> core_;
+  const std::shared_ptr<TrainerLease> lease_;
   const RefitOptions options_;  // Begin's
   const Version version_;
   const v1::BeginResponse begun_;
@@ -473,7 +474,7 @@ absl::Status UpdateImpl::Push(Bucket bucket) {
   // From now on only the caller holds the source, and may free it after destroying its Region (P8).
   pushes_->DropRetired();
   if (status.ok()) return status;
-  REFITD_RETURN_IF_ERROR(core_->stream->LeaseEndBehind("push", status, kCleanupLimit));
+  REFITD_RETURN_IF_ERROR(lease_->stream->LeaseEndBehind("push", status, kCleanupLimit));
   return status;
 }
 
@@ -497,10 +498,10 @@ absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::m
   if (wait.count() < 0) {
     return InvalidField("wait", "wait of {} ms", wait.count());
   }
-  const auto mapped = core_->connection->Pool(Access::kReadWrite);
+  const auto mapped = lease_->connection->Pool(Access::kReadWrite);
   if (!mapped.ok()) {
     REFITD_RETURN_IF_ERROR(
-        core_->stream->LeaseEndBehind("mapping the slots", mapped.status(), kCleanupLimit));
+        lease_->stream->LeaseEndBehind("mapping the slots", mapped.status(), kCleanupLimit));
     return mapped.status();
   }
   const std::shared_ptr<const SlotMemory>& pool = *mapped;
@@ -509,16 +510,16 @@ absl::StatusOr<std::unique_ptr<LeasedSlot>> UpdateImpl::LeaseSlot(std::chrono::m
   request.set_update_id(begun_.update_id());
   request.set_wait_ms(wait.count());
   const TimePoint limit = wait.count() == 0 ? deadline_ : std::min(deadline_, After(wait));
-  REFITD_ASSIGN_OR_RETURN(const v1::LeaseSlotResponse lease,
-                          (core_->Call<v1::LeaseSlotRequest, v1::LeaseSlotResponse>(
+  REFITD_ASSIGN_OR_RETURN(const v1::LeaseSlotResponse granted,
+                          (lease_->Call<v1::LeaseSlotRequest, v1::LeaseSlotResponse>(
                               &Stub::LeaseSlot, std::move(request),
-                              limit + core_->connection->call_margin(), "LeaseSlot")));
-  auto slot = std::make_unique<SlotImpl>(core_, pool, lease);
-  if (lease.byte_offset() < 0 || lease.bytes() < 0 || lease.byte_offset() > pool->bytes() ||
-      lease.bytes() > pool->bytes() - lease.byte_offset()) {
+                              limit + lease_->connection->call_margin(), "LeaseSlot")));
+  auto slot = std::make_unique<SlotImpl>(lease_, pool, granted);
+  if (granted.byte_offset() < 0 || granted.bytes() < 0 || granted.byte_offset() > pool->bytes() ||
+      granted.bytes() > pool->bytes() - granted.byte_offset()) {
     return Error(absl::StatusCode::kInternal,
-                 "slot {} at {} + {} is outside of the pool of {} bytes", lease.slot(),
-                 lease.byte_offset(), lease.bytes(), pool->bytes());
+                 "slot {} at {} + {} is outside of the pool of {} bytes", granted.slot(),
+                 granted.byte_offset(), granted.bytes(), pool->bytes());
   }
   return std::unique_ptr<LeasedSlot>(std::move(slot));
 }
@@ -558,7 +559,7 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit(int64_t tensor_count) {
   request.set_pushes_under_way(progress.under_way);
   request.set_update_id(begun_.update_id());
   request.set_tensor_count(tensor_count);
-  auto response = core_->Call<v1::CommitRequest, v1::CommitResponse>(
+  auto response = lease_->Call<v1::CommitRequest, v1::CommitResponse>(
       &Stub::Commit, std::move(request), call_deadline_, "Commit");
   if (!response.ok()) {
     if (absl::IsAborted(response.status())) ended_ = over_ = true;
@@ -569,11 +570,11 @@ absl::StatusOr<CommitResult> UpdateImpl::Commit(int64_t tensor_count) {
   ended_ = true;
   // The answers of pushes came before; when this returns, their callbacks have run too.
   (void)Flush();
-  core_->known->Committed(version_);
+  lease_->known->Committed(version_);
   return ResultOf(*response);
 }
 
-v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
+v1::RefitRequest RefitRequestOf(const RefitOptions& options, const TrainerLease& lease) {
   v1::RefitRequest request;
   request.set_version(options.version.value());
   // The duration is the caller's, even if waiting for a lease took some of it, because the
@@ -581,7 +582,7 @@ v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
   request.set_duration_ms(options.duration.count());
   if (options.verification) request.set_verification(refitd::ToProto(*options.verification));
   request.set_evict_late(options.evict_late);
-  request.set_binding_generation(core.binding_generation);
+  request.set_binding_generation(lease.binding_generation);
   request.set_hold(options.hold);
   return request;
 }
@@ -589,19 +590,19 @@ v1::RefitRequest RefitRequestOf(const RefitOptions& options, const Core& core) {
 absl::StatusOr<CommitResult> UpdateImpl::Refit() {
   REFITD_RETURN_IF_ERROR(CheckOpen());
   REFITD_RETURN_IF_ERROR(Flush());
-  v1::RefitRequest request = RefitRequestOf(options_, *core_);
+  v1::RefitRequest request = RefitRequestOf(options_, *lease_);
   request.set_bucket_count(pushes_->progress().bucket_count);
   // This call ends the update that was begun; without the id it would open another if that update
   // is lost.
   request.set_update_id(begun_.update_id());
-  const auto response = core_->Call<v1::RefitRequest, v1::CommitResponse>(
+  const auto response = lease_->Call<v1::RefitRequest, v1::CommitResponse>(
       &Stub::Refit, std::move(request), call_deadline_, "Refit");
   if (!response.ok()) {
     if (absl::IsAborted(response.status())) ended_ = over_ = true;
     return response.status();
   }
   ended_ = true;
-  core_->known->Committed(version_);
+  lease_->known->Committed(version_);
   return ResultOf(*response);
 }
 
@@ -610,7 +611,7 @@ absl::Status UpdateImpl::EndByAbort(const std::string& reason) {
   request.set_version(version_.value());
   request.set_update_id(begun_.update_id());
   request.set_reason(CleanText(Escaped(reason), kMaxReasonBytes));
-  const auto response = core_->Call<v1::AbortRequest, v1::AbortResponse>(
+  const auto response = lease_->Call<v1::AbortRequest, v1::AbortResponse>(
       &Stub::Abort, std::move(request), After(kCleanupLimit), "Abort");
   if (response.ok()) ended_ = true;
   // FAILED_PRECONDITION: the update was over before.
@@ -627,20 +628,20 @@ absl::Status UpdateImpl::Lost() {
   v1::CommitRequest request;
   request.set_version(version_.value());
   request.set_update_id(begun_.update_id());
-  return core_
+  return lease_
       ->Call<v1::CommitRequest, v1::CommitResponse>(&Stub::Commit, std::move(request),
                                                     After(kCleanupLimit), "Commit")
       .status();
 }
 
-class TrainerImpl final : public Member<Trainer, Core> {
+class TrainerImpl final : public Member<Trainer, TrainerLease> {
  public:
   explicit TrainerImpl(const TrainerOptions& options)
       : Member(options.connect, /*engine=*/false, "trainer", options.rank), options_(options) {}
   ~TrainerImpl() override {
     StopReattaching();
-    const std::shared_ptr<Core> core = LastLease();
-    if (core != nullptr) core->Close();  // objects that came from it may outlive the lease
+    const std::shared_ptr<TrainerLease> lease = LastLease();
+    if (lease != nullptr) lease->Close();  // objects that came from it may outlive the lease
   }
 
   absl::StatusOr<std::unique_ptr<Update>> Begin(const BeginOptions& options) override;
@@ -660,26 +661,28 @@ class TrainerImpl final : public Member<Trainer, Core> {
   }
 
  private:
-  std::shared_ptr<Core> NewLease() override {
-    auto core = std::make_shared<Core>();
-    core->known = known_;
-    return core;
+  std::shared_ptr<TrainerLease> NewLease() override {
+    auto lease = std::make_shared<TrainerLease>();
+    lease->known = known_;
+    return lease;
   }
-  absl::Status AttachOver(Core* core, TimePoint deadline, const std::stop_token& stop) override;
+  absl::Status AttachOver(TrainerLease* lease, TimePoint deadline,
+                          const std::stop_token& stop) override;
   bool IsLost() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     return !lease_->stream->status().ok();
   }
-  void TakeOver(Core* core, uint64_t generation) override ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    core->binding_generation = generation;
+  void TakeOver(TrainerLease* lease, uint64_t generation) override
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    lease->binding_generation = generation;
   }
-  std::shared_ptr<Core> LastLease() const {
+  std::shared_ptr<TrainerLease> LastLease() const {
     MutexLock lock(&mutex_);
     return lease_;
   }
   // Waits until the trainer is attached, and returns the lease.
-  absl::StatusOr<std::shared_ptr<Core>> Attached(TimePoint deadline);
+  absl::StatusOr<std::shared_ptr<TrainerLease>> Attached(TimePoint deadline);
   // The same for an update to `version`, which GetUpdate may be asked for.
-  absl::StatusOr<std::shared_ptr<Core>> AttachedFor(Version version, TimePoint deadline);
+  absl::StatusOr<std::shared_ptr<TrainerLease>> AttachedFor(Version version, TimePoint deadline);
 
   // A call that begins an update to `version`. If the lease ends during the call and the trainer
   // attaches again, the call is made again. There is one exception: the daemon had taken the call
@@ -690,14 +693,14 @@ class TrainerImpl final : public Member<Trainer, Core> {
   struct BeginningCall {
     Version version;
     Duration duration;
-    std::function<absl::StatusOr<Answer>(Core* core, bool* untaken)> make;
-    std::function<std::optional<Answer>(const Core& now)> ended;
+    std::function<absl::StatusOr<Answer>(TrainerLease* lease, bool* untaken)> make;
+    std::function<std::optional<Answer>(const TrainerLease& now)> ended;
   };
   // Makes the call; returns the answer, and the lease by which it came.
   template <typename Answer>
-  absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> Beginning(
+  absl::StatusOr<std::pair<Answer, std::shared_ptr<TrainerLease>>> Beginning(
       const BeginningCall<Answer>& call);
-  absl::Status RegisterNow(const Layout& layout, std::shared_ptr<Core>* core);
+  absl::Status RegisterNow(const Layout& layout, std::shared_ptr<TrainerLease>* lease);
 
   const TrainerOptions options_;
   const std::shared_ptr<TrainerState> known_ = std::make_shared<TrainerState>();
@@ -725,9 +728,9 @@ absl::Status CheckBeginOptions(const BeginOptions& options) {
 }
 
 // The deadline of a call that lasts until the update has begun, or until its end.
-TimePoint CallDeadline(const Core& core, Duration duration) {
+TimePoint CallDeadline(const TrainerLease& lease, Duration duration) {
   const bool given = duration != Duration::zero();
-  return After(given ? duration : core.default_duration) + core.connection->call_margin();
+  return After(given ? duration : lease.default_duration) + lease.connection->call_margin();
 }
 
 absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& options) {
@@ -746,13 +749,13 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   request.set_note(options.note);
   request.set_hold(options.hold);
   BeginningCall<v1::BeginResponse> call{options.version, options.duration, nullptr, nullptr};
-  call.make = [&](Core* core, bool* untaken) {
-    return core->Call<v1::BeginRequest, v1::BeginResponse>(
-        &Stub::Begin, request, CallDeadline(*core, options.duration), "Begin", untaken);
+  call.make = [&](TrainerLease* lease, bool* untaken) {
+    return lease->Call<v1::BeginRequest, v1::BeginResponse>(
+        &Stub::Begin, request, CallDeadline(*lease, options.duration), "Begin", untaken);
   };
   REFITD_ASSIGN_OR_RETURN(auto begun, Beginning(call));
-  const auto& [answer, core] = begun;
-  if (answer.update_id() != 0 && !core->Claim(answer.update_id())) {
+  const auto& [answer, lease] = begun;
+  if (answer.update_id() != 0 && !lease->Claim(answer.update_id())) {
     return Error(absl::StatusCode::kAlreadyExists,
                  "Begin: this rank has begun version {} already, and the Update of that lives: go "
                  "on with it, or destroy it first, which aborts the update",
@@ -760,7 +763,7 @@ absl::StatusOr<std::unique_ptr<Update>> TrainerImpl::Begin(const BeginOptions& o
   }
   const RefitOptions same{options.version, options.duration, options.verification,
                           options.evict_late, options.hold};
-  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(core, same, answer));
+  return std::unique_ptr<Update>(std::make_unique<UpdateImpl>(lease, same, answer));
 }
 
 absl::StatusOr<CommitResult> TrainerImpl::Refit(const RefitOptions& options) {
@@ -768,14 +771,14 @@ absl::StatusOr<CommitResult> TrainerImpl::Refit(const RefitOptions& options) {
       CheckBeginOptions({.version = options.version, .duration = options.duration}));
   BeginningCall<v1::CommitResponse> call{options.version, options.duration, nullptr, nullptr};
   const std::optional<Version> before = group_version();
-  call.make = [&](Core* core, bool* untaken) {
-    return core->Call<v1::RefitRequest, v1::CommitResponse>(
-        &Stub::Refit, RefitRequestOf(options, *core), CallDeadline(*core, options.duration),
+  call.make = [&](TrainerLease* lease, bool* untaken) {
+    return lease->Call<v1::RefitRequest, v1::CommitResponse>(
+        &Stub::Refit, RefitRequestOf(options, *lease), CallDeadline(*lease, options.duration),
         "Refit", untaken);
   };
   // No version but a rollback is installed without this rank. So if the group has this version now,
   // the call had committed.
-  call.ended = [&](const Core& now) -> std::optional<v1::CommitResponse> {
+  call.ended = [&](const TrainerLease& now) -> std::optional<v1::CommitResponse> {
     const v1::Welcome& welcome = now.connection->welcome();
     const bool had_it = before && *before >= options.version;
     if (had_it || !welcome.has_group_version() || welcome.has_content_version() ||
@@ -792,24 +795,25 @@ absl::StatusOr<CommitResult> TrainerImpl::Refit(const RefitOptions& options) {
 }
 
 template <typename Answer>
-absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
+absl::StatusOr<std::pair<Answer, std::shared_ptr<TrainerLease>>> TrainerImpl::Beginning(
     const BeginningCall<Answer>& call) {
   const bool given = call.duration != Duration::zero();
   const TimePoint deadline = After(given ? call.duration : kDefaultDuration);
   Backoff backoff(seed_);
-  std::shared_ptr<Core> lost;  // the lease that ended during the call
-  absl::Status why;            // why it ended
-  bool taken_up = false;       // whether the daemon took the call up with that lease
+  std::shared_ptr<TrainerLease> lost;  // the lease that ended during the call
+  absl::Status why;                    // why it ended
+  bool taken_up = false;               // whether the daemon took the call up with that lease
   // The latest time at which the daemon has cleaned up after that call.
   std::optional<TimePoint> cleaned_up;
   while (true) {
-    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core, AttachedFor(call.version, deadline));
-    const bool same_incarnation = lost != nullptr && core->connection->lease().incarnation() ==
+    REFITD_ASSIGN_OR_RETURN(std::shared_ptr<TrainerLease> lease,
+                            AttachedFor(call.version, deadline));
+    const bool same_incarnation = lost != nullptr && lease->connection->lease().incarnation() ==
                                                          lost->connection->lease().incarnation();
-    if (taken_up && same_incarnation && core != lost) {
+    if (taken_up && same_incarnation && lease != lost) {
       if (call.ended) {
-        std::optional<Answer> ended = call.ended(*core);
-        if (ended.has_value()) return std::pair(*std::move(ended), std::move(core));
+        std::optional<Answer> ended = call.ended(*lease);
+        if (ended.has_value()) return std::pair(*std::move(ended), std::move(lease));
       }
       // The group lives on, and the other ranks' update was aborted by this rank's loss, so they
       // begin anew. If this call were made again, it would open an update without them.
@@ -820,12 +824,12 @@ absl::StatusOr<std::pair<Answer, std::shared_ptr<Core>>> TrainerImpl::Beginning(
       }
     }
     bool untaken = false;
-    absl::StatusOr<Answer> answer = call.make(core.get(), &untaken);
-    if (answer.ok()) return std::pair(*std::move(answer), std::move(core));
+    absl::StatusOr<Answer> answer = call.make(lease.get(), &untaken);
+    if (answer.ok()) return std::pair(*std::move(answer), std::move(lease));
     if (!reattaches()) return answer.status();
     const bool in_time = Until(deadline) > Duration::zero();
-    if (core->Lost() && DaemonGone(answer.status()) && in_time) {
-      lost = std::move(core);
+    if (lease->Lost() && DaemonGone(answer.status()) && in_time) {
+      lost = std::move(lease);
       why = answer.status();
       taken_up = !untaken;
       cleaned_up.reset();
@@ -847,25 +851,25 @@ absl::Status TrainerImpl::Register(Layout layout) {
   while (true) {
     // Wait before locking, because attaching again takes the same lock.
     REFITD_RETURN_IF_ERROR(Attached(deadline).status());
-    std::shared_ptr<Core> core;
-    const absl::Status status = RegisterNow(layout, &core);
+    std::shared_ptr<TrainerLease> lease;
+    const absl::Status status = RegisterNow(layout, &lease);
     if (status.ok()) return status;
-    const absl::Status end = core->stream->LeaseEndBehind("RegisterLayout", status, kCleanupLimit);
+    const absl::Status end = lease->stream->LeaseEndBehind("RegisterLayout", status, kCleanupLimit);
     if (end.ok()) return status;
     // It does not matter whether the daemon had taken the layout, because the daemon dropped the
     // layout with the lease.
-    if (!reattaches() || !core->Lost() || Until(deadline) == Duration::zero()) return end;
+    if (!reattaches() || !lease->Lost() || Until(deadline) == Duration::zero()) return end;
   }
 }
 
-absl::Status TrainerImpl::RegisterNow(const Layout& layout, std::shared_ptr<Core>* core) {
+absl::Status TrainerImpl::RegisterNow(const Layout& layout, std::shared_ptr<TrainerLease>* lease) {
   MutexLock lock(&register_mutex_);
-  *core = LastLease();
-  REFITD_RETURN_IF_ERROR((*core)->stream->status());
+  *lease = LastLease();
+  REFITD_RETURN_IF_ERROR((*lease)->stream->status());
   REFITD_ASSIGN_OR_RETURN(
       const Registration::Registered registered,
-      registration_.Register((*core)->connection.get(), (*core)->Uploader(), layout));
-  (*core)->binding_generation = registered.binding_generation;
+      registration_.Register((*lease)->connection.get(), (*lease)->Uploader(), layout));
+  (*lease)->binding_generation = registered.binding_generation;
   return absl::OkStatus();
 }
 
@@ -882,11 +886,11 @@ absl::Status TrainerImpl::Abort(Version version, const std::string& reason) {
 absl::StatusOr<CommitResult> TrainerImpl::Rollback(std::optional<Version> version) {
   v1::TrainerRollbackRequest request;
   if (version.has_value()) request.set_version(version->value());
-  const std::shared_ptr<Core> core = LastLease();
-  REFITD_ASSIGN_OR_RETURN(
-      const v1::CommitResponse response,
-      (core->Call<v1::TrainerRollbackRequest, v1::CommitResponse>(
-          &Stub::Rollback, std::move(request), CallDeadline(*core, Duration::zero()), "Rollback")));
+  const std::shared_ptr<TrainerLease> lease = LastLease();
+  REFITD_ASSIGN_OR_RETURN(const v1::CommitResponse response,
+                          (lease->Call<v1::TrainerRollbackRequest, v1::CommitResponse>(
+                              &Stub::Rollback, std::move(request),
+                              CallDeadline(*lease, Duration::zero()), "Rollback")));
   known_->Committed(Version(response.version()));
   return ResultOf(response);
 }
@@ -900,19 +904,19 @@ absl::Status TrainerImpl::ReleasePrevious() {
 
 absl::StatusOr<UpdateOutcome> TrainerImpl::GetUpdate(Version version) {
   v1::GetUpdateRequest request;
-  std::shared_ptr<Core> core;
+  std::shared_ptr<TrainerLease> lease;
   {
     MutexLock lock(&mutex_);
-    core = lease_;
+    lease = lease_;
     const bool last = begun_ && begun_->version == version;
-    request.set_incarnation(last ? begun_->incarnation : core->connection->lease().incarnation());
+    request.set_incarnation(last ? begun_->incarnation : lease->connection->lease().incarnation());
   }
   request.set_group(options_.connect.group);
   request.set_version(version.value());
   const auto response = CallAndWait<Stub, v1::GetUpdateRequest, v1::GetUpdateResponse>(
-      core->async(), &Stub::GetUpdate, std::move(request), After(kGetUpdateLimit), "GetUpdate");
+      lease->async(), &Stub::GetUpdate, std::move(request), After(kGetUpdateLimit), "GetUpdate");
   if (!response.ok()) {
-    return NameDaemon("GetUpdate", core->connection->socket(), response.status());
+    return NameDaemon("GetUpdate", lease->connection->socket(), response.status());
   }
   UpdateOutcome outcome{UpdateOutcome::kUnknown, response->reason(),
                         FailureFromProto(response->failure()).value_or(Failure())};
@@ -929,7 +933,7 @@ v1::TrainerMessage Hello(const TrainerOptions& options, TimePoint deadline) {
 }
 
 // Trainers act on their calls' answers; of the events only the group's version is kept.
-Core::Stream::Handler TrainerEvents(std::shared_ptr<TrainerState> known) {
+TrainerLease::Stream::Handler TrainerEvents(std::shared_ptr<TrainerState> known) {
   return [known = std::move(known)](const v1::TrainerEvent& event) {
     if (event.has_welcome()) return false;
     if (event.has_committed()) known->Committed(Version(event.committed().version()));
@@ -937,38 +941,39 @@ Core::Stream::Handler TrainerEvents(std::shared_ptr<TrainerState> known) {
   };
 }
 
-absl::Status TrainerImpl::AttachOver(Core* core, TimePoint deadline, const std::stop_token& stop) {
-  return core->Attach(connect_, Hello(options_, deadline), TrainerEvents(known_), wake_, deadline,
-                      stop, [&] {
-                        const v1::Welcome& welcome = core->connection->welcome();
-                        const int64_t told_ms = welcome.limits().default_duration_ms();
-                        if (told_ms > 0)
-                          core->default_duration = std::chrono::milliseconds(told_ms);
-                        if (welcome.has_group_version()) {
-                          known_->Committed(Version(welcome.group_version()));
-                        }
-                        return absl::OkStatus();
-                      });
+absl::Status TrainerImpl::AttachOver(TrainerLease* lease, TimePoint deadline,
+                                     const std::stop_token& stop) {
+  return lease->Attach(connect_, Hello(options_, deadline), TrainerEvents(known_), wake_, deadline,
+                       stop, [&] {
+                         const v1::Welcome& welcome = lease->connection->welcome();
+                         const int64_t told_ms = welcome.limits().default_duration_ms();
+                         if (told_ms > 0)
+                           lease->default_duration = std::chrono::milliseconds(told_ms);
+                         if (welcome.has_group_version()) {
+                           known_->Committed(Version(welcome.group_version()));
+                         }
+                         return absl::OkStatus();
+                       });
 }
 
-absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::AttachedFor(Version version,
-                                                               TimePoint deadline) {
-  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<Core> core, Attached(deadline));
+absl::StatusOr<std::shared_ptr<TrainerLease>> TrainerImpl::AttachedFor(Version version,
+                                                                       TimePoint deadline) {
+  REFITD_ASSIGN_OR_RETURN(std::shared_ptr<TrainerLease> lease, Attached(deadline));
   MutexLock lock(&mutex_);
-  begun_ = {version, core->connection->lease().incarnation()};
-  return core;
+  begun_ = {version, lease->connection->lease().incarnation()};
+  return lease;
 }
 
-absl::StatusOr<std::shared_ptr<Core>> TrainerImpl::Attached(TimePoint deadline) {
+absl::StatusOr<std::shared_ptr<TrainerLease>> TrainerImpl::Attached(TimePoint deadline) {
   MutexLock lock(&mutex_);
   while (true) {
     REFITD_RETURN_IF_ERROR(ended_);
-    const absl::Status lease = lease_->stream->status();
-    if (lease.ok()) return lease_;
-    if (!reattaches()) return lease;
+    const absl::Status status = lease_->stream->status();
+    if (status.ok()) return lease_;
+    if (!reattaches()) return status;
     if (WaitWatched(&changed_, &mutex_, deadline)) continue;
-    return WithFailureOf(lease, Error(absl::StatusCode::kUnavailable,
-                                      "not attached again in time; {}", Message(lease)));
+    return WithFailureOf(status, Error(absl::StatusCode::kUnavailable,
+                                       "not attached again in time; {}", Message(status)));
   }
 }
 

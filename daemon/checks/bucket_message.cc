@@ -19,7 +19,8 @@
 namespace refitd {
 namespace {
 
-// The range carried of tensor i: all of it, or the part that sizes and starts name.
+// The range carried of the tensor at `index`: all of it, or the part that sizes and starts name.
+// CheckRanges has made sure that each of these has an entry for every tensor, or none at all.
 absl::StatusOr<TensorRange> RangeOf(const v1::Bucket& bucket, const TensorSpec& tensor,
                                     size_t index) {
   REFITD_ASSIGN_OR_RETURN(const int64_t whole, ElementCount(tensor.shape));

@@ -233,7 +233,7 @@ class Comparison : public std::enable_shared_from_this<Comparison> {
   }
 
  private:
-  // P8: the memory is let go first.
+  // Drops the mappings before done_: whoever it tells may close the memory at once (P8).
   void End(const absl::Status& status) {
     sides_.clear();
     done_(status);

@@ -50,11 +50,12 @@ struct ComparedSides {
   std::vector<ByteRange> ranges;
 };
 
+inline constexpr size_t kComparedChunks = 4096;  // that are read at a time
+
 // Reads both sides, kComparedChunks chunks at a time, and calls `done` once, on a thread of the
 // transport, or on this one if there is nothing to read. FAILED_PRECONDITION names the first bytes
 // that differ, within 64 KiB, and `label`, whose memory it is. P6: the job holds the memory. P10:
 // holes of memfds are not read, since the pages that this makes would be charged to the daemon.
-inline constexpr size_t kComparedChunks = 4096;
 void CompareSides(Transport* transport, std::vector<ComparedSides> sides, const std::string& label,
                   std::function<void(absl::Status)> done);
 

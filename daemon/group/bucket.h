@@ -27,7 +27,7 @@ inline constexpr int64_t kMaxBucketBytes = kMaxTensorBytes;
 // A bucket whose metadata is consistent and fits the memory that it names.
 struct CheckedBucket {
   int64_t seq = 0;
-  std::vector<TensorSpec> tensors;
+  std::vector<TensorSpec> tensors;  // at least one, which may have no elements
   std::vector<TensorRange> ranges;  // ranges[i].tensor == i: the range carried of tensor i
   int64_t bytes = 0;                // carried, of all tensors
 

@@ -220,9 +220,9 @@ bool FailedWire::Reported(NodeId node) const {
                      [node](const Report& report) { return report.node == node; });
 }
 
-// Ranks that waited say more than ranks whose connection broke, since the end of one run breaks the
-// connections of others. Of the nodes that are named, one that reported nothing itself is to blame
-// first, and then the one that more of the others name.
+// Reports of a deadline count before those of a broken connection: a rank that gives a collective
+// up closes its connections, which its peers then report. Of the nodes named, one that reported
+// nothing is blamed first, then the one that most others name.
 std::optional<NodeId> FailedWire::Suspect(const OfNode& needed) const {
   const auto waited = [](const Report& report) {
     return report.status.code() == absl::StatusCode::kDeadlineExceeded;

@@ -237,12 +237,17 @@ void Group::Impl::TickUpdate() {
     return;
   }
   if (out.now() >= update->deadline) {
-    updates.Abandon({fmt::format("the update's deadline passed after {} (Begin's duration, else "
-                                 "limits.default_duration_ms): waited for {}",
-                                 group::Seconds(update->deadline - update->started),
-                                 updates.WaitedFor(out.now())),
-                     GiveUpClass::kDeadline, updates.SuspectAwaited(), kDeadline, kDeadline,
-                     kDeadline, kDeadline});
+    updates.Abandon(
+        {.reason = fmt::format("the update's deadline passed after {} (Begin's "
+                               "duration, else limits.default_duration_ms): waited for {}",
+                               group::Seconds(update->deadline - update->started),
+                               updates.WaitedFor(out.now())),
+         .kind = GiveUpClass::kDeadline,
+         .failure = updates.SuspectAwaited(),
+         .begin_code = kDeadline,
+         .bucket_code = kDeadline,
+         .commit_code = kDeadline,
+         .lease_code = kDeadline});
     return;
   }
   if (update->state == UpdateState::kPreparing && out.now() >= update->ready_deadline) {

@@ -612,7 +612,7 @@ struct KeepNodesOut {
   std::map<NodeId, std::string> nodes;  // the reason, by node
   std::string reason;                   // the reason for giving the update up
   GiveUpClass kind = GiveUpClass::kTransfer;
-  // Only this update goes on without them; they take part in the next.
+  // Only this update goes on without the nodes, which take part in the next.
   bool for_now = false;
   Failure failure{};  // beside each of these reasons
 };

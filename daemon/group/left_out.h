@@ -31,7 +31,7 @@ std::set<NodeId> Dispensable(const Nodes& nodes, const Around& around) {
 // of its ranks that an update can do without. Such nodes alone keep an instance out of an update.
 CommunicatorSearch::Instances DispensableOfInstances(const GroupView& view, const Around& around,
                                                      bool all = false);
-// Whether an instance has no rank on the nodes.
+// Whether any of the instances has no rank on these nodes.
 bool AnyWithout(const std::set<NodeId>& out, const CommunicatorSearch::Instances& instances);
 
 class LeftOut {
@@ -42,7 +42,7 @@ class LeftOut {
   bool any_slow() const { return !slow_.slow().empty(); }
   // Why updates leave the node to catch-ups; empty: they do not.
   std::string WhySlow(NodeId node) const;
-  // The node is gone.
+  // Forgets a node that is gone.
   void Forget(NodeId node);
 
   // An update of the trainers begins: leaves out the nodes that the search does not try, or those

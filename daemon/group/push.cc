@@ -275,6 +275,8 @@ bool UpdatePush::NeedsSlot(const Bucket& bucket) const {
 
 void UpdatePush::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
   const CheckedBucket& all = *bucket->content;
+  // So the bucket has a part, whose end answers the call.
+  REFITD_CHECK(!all.ranges.empty());
   if (all.slot.has_value()) {
     AddPart(bucket, WholeBucket(bucket->content));
     return;
@@ -287,7 +289,6 @@ void UpdatePush::CutIntoParts(const std::shared_ptr<Bucket>& bucket) {
     AddPart(bucket, {bucket->content, std::move(packed.ranges), std::move(packed.byte_offsets),
                      packed.bytes});
   }
-  if (bucket->parts_left == 0) FinishBucket(*bucket);
 }
 
 // Cuts a bucket that needs no slot. The parts are for planning alone: one part moves while the next

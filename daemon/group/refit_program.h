@@ -103,8 +103,8 @@ class UpdateProgram {
   // ready. The sources hold the version already and keep it. A comparison of all would take long,
   // and an update that is given up waits for its end (P6).
   void CompareEarly();
-  // Every trainer rank has committed and every part has started: compares, and then runs the
-  // program, after `last`, in the order of collectives.
+  // Once every trainer rank has committed and every part has started: compares, and then runs the
+  // program, after the part `last` in the order of collectives.
   void RunIfDue(PartSeq last, bool data_plane_up);
   bool comparing() const { return phase_ == Phase::kComparing; }
   bool running() const { return phase_ == Phase::kRunning; }
@@ -113,11 +113,13 @@ class UpdateProgram {
   bool in_use() const { return comparing() || running(); }
   // The number of slots that the program waits for; 0: it does not wait.
   int64_t waits_for_slots() const;
-  // The comparison, or the run, has ended. False: none was under way.
+  // EndCompare ends the comparison, EndRun the run. False: none was under way.
   bool EndCompare();
   void NoteEqual() { compared_ = true; }
   bool EndRun();
-  // The version was installed: another attempt could have brought other bytes.
+  // Notes which layouts the program was compared and bound for, and what to compare next. Called
+  // when the version was committed, since a version that was given up may come again with other
+  // bytes.
   void NoteInstalled();
 
   void CheckInvariants() const;

@@ -24,6 +24,7 @@ struct GiveUp {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kOther;
   Failure failure{};
+  // What the calls of each kind that wait are answered.
   absl::StatusCode begin_code = absl::StatusCode::kAborted;
   absl::StatusCode bucket_code = absl::StatusCode::kAborted;
   absl::StatusCode commit_code = absl::StatusCode::kAborted;
@@ -36,7 +37,7 @@ class UpdateEnd {
             Outbox* out)
       : update_(update), limits_(limits), requests_(*requests), slots_(*slots), out_(*out) {}
 
-  // The update is given up, once: its clean-up begins.
+  // Gives the update up, once, and begins its clean-up.
   void GiveUpFor(GiveUp why);
   const GiveUp& why() const { return why_; }  // empty: the update was not given up
   // When the clean-up takes too long; nullopt: there is none, or that was reported.

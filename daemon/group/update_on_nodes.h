@@ -121,7 +121,8 @@ class UpdateOnNodes {
   // The nodes that have not ended their shares of what runs, this daemon's worker excepted.
   std::set<NodeId> Owing() const;
 
-  // The node's engine rank gets Prepare with the node's own.
+  // Adds an engine rank of that node, by the node's number, to the PeerPrepare that Announce sends
+  // the node.
   void AddEngine(NodeId node, MemberId theirs) { prepares_[node].engines.push_back(theirs); }
   bool announced() const { return announced_; }
   // Called when the engines of each node are known.

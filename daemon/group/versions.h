@@ -95,7 +95,7 @@ class Versions {
   // The versions that were rolled back last, of this incarnation: an instance that holds one of
   // them is not ready, however near the group's version it is. At most kRememberedUpdates.
   std::set<Version> undone_;
-  // A version was committed in an earlier incarnation: a rank brought it, or the group was
+  // Whether a version was committed in an earlier incarnation: a rank brought it, or the group was
   // replaced.
   bool had_version_ = false;
   // Of the versions of earlier incarnations that clean instances brought, the one that most of them

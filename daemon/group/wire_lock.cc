@@ -28,7 +28,7 @@ void WireLock::Release(const std::string& group, Events* events) {
   holder_ = std::move(waiting_.front());
   waiting_.pop_front();
   events->emplace_back(holder_, WireGranted{});
-  // The new holder is sent at once that another group waits.
+  // Another group waits for the new holder already.
   if (!waiting_.empty()) events->emplace_back(holder_, WireWanted{});
 }
 

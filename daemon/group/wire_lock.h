@@ -1,9 +1,9 @@
 // Decides which group's collectives a daemon runs: one group at a time, first come, first served.
 //
 // A coordinator takes the locks of an update's daemons in daemon-id order, so that two groups never
-// wait for each other. A holder that gets WireWanted finishes a turn of its own, gives all its
-// locks back as soon as none of its collectives runs, and asks again. Pure; not thread-safe: the
-// lock belongs to the daemon's mutex.
+// wait for each other. A holder that gets WireWanted issues one part, unless it has issued one
+// since it asked, then gives all its locks back once none of its collectives runs, and asks again.
+// Guarded by the daemon's mutex. Pure.
 #ifndef REFITD_DAEMON_GROUP_WIRE_LOCK_H_
 #define REFITD_DAEMON_GROUP_WIRE_LOCK_H_
 

@@ -266,12 +266,18 @@ void Worker::Handle(const StartRefit& command, TimePoint now, const Output& out)
     out.reports->push_back(std::move(done));
     return;
   }
+  // Before BeginRun: a daemon that has not run yet lacks all rounds, also those that bring it
+  // nothing.
   const absl::Status resume = update->job->CheckResume(command);
+  // The run begins also where a check fails: it then ends at once, and its report names the
+  // attempt.
   BeginRun(update, command);
   Job& job = *update->job;
   if (update->abandoned) {
     job.Stop(GivenUp());
   } else if (!resume.ok()) {
+    // The run's first round is now one that this daemon can't begin with, so that the rounds before
+    // it would count as stored (NoteHeldSteps). After other failures the program can go on.
     job.broken = true;
     job.Stop(resume);
   } else if (absl::Status status = job.CheckSlots(); !status.ok()) {

@@ -41,13 +41,13 @@ class PeerBacklog {
     incarnation_ = incarnation;
   }
 
-  // False: the backlog is not open. If `value` tells the peer that the group was replaced,
-  // `replaced` is the new incarnation, which counts from the next value on.
-  bool Add(Value value, std::optional<uint64_t> replaced = std::nullopt) {
+  // False: the backlog is not open. `next_incarnation`: given with a value that announces that the
+  // group was replaced; the values after it belong to that incarnation.
+  bool Add(Value value, std::optional<uint64_t> next_incarnation = std::nullopt) {
     MutexLock lock(&mutex_);
     if (!open_) return false;
     entries_.push_back({std::move(value), incarnation_});
-    incarnation_ = replaced.value_or(incarnation_);
+    incarnation_ = next_incarnation.value_or(incarnation_);
     return true;
   }
 

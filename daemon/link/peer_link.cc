@@ -241,9 +241,9 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     {
       MutexLock lock(&mutex_);
       if (ended_ || closing_) return absl::OkStatus();
-      if (const auto* replaced = std::get_if<PeerIncarnation>(&*command)) {
-        REFITD_RETURN_IF_ERROR(order_->Announce(replaced->incarnation));
-        backlog_.Replace(replaced->incarnation);
+      if (const auto* next = std::get_if<PeerIncarnation>(&*command)) {
+        REFITD_RETURN_IF_ERROR(order_->Announce(next->incarnation));
+        backlog_.Replace(next->incarnation);
       }
     }
     callbacks_.on_command(*std::move(command));

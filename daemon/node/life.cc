@@ -336,8 +336,7 @@ void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member, S
 
 absl::StatusOr<MemberRecord*> Authenticate(DaemonState& state, const Caller& caller, bool engine) {
   REFITD_RETURN_IF_ERROR(AgreedProtocol(caller.protocol, "lease.protocol").status());
-  REFITD_ASSIGN_OR_RETURN(MemberRecord * member,
-                          state.members.Authenticate(caller.token, caller.peer));
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, state.members.OfToken(caller.token, caller.peer));
   if (member->engine != engine) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "lease: this call is for {}, the lease is of {}",

@@ -81,7 +81,8 @@ void MakeSlotsFor(DaemonState& state, MemberId member, const GroupRecord& group)
 void SendWelcome(DaemonState& state, GroupRecord* group, MemberRecord* member, StateLock& lock)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 
-// The member whose lease the caller presents. Errors name the lease's field.
+// The member whose lease the caller presents: its token (Members::OfToken), protocol and
+// incarnation, and whether it is of a rank of this role. Errors name the lease's field.
 absl::StatusOr<MemberRecord*> Authenticate(DaemonState& state, const Caller& caller, bool engine)
     ABSL_EXCLUSIVE_LOCKS_REQUIRED(kStateLocked);
 

@@ -165,7 +165,7 @@ void MemberMemory::KeepMapping(const Key& key, const std::shared_ptr<const Mappi
 
 absl::StatusOr<MemberRecord*> MemberMemory::Admit(const std::string& token, const Peer& peer,
                                                   const std::string& identity) {
-  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, state_.members.Authenticate(token, peer));
+  REFITD_ASSIGN_OR_RETURN(MemberRecord * member, state_.members.OfToken(token, peer));
   REFITD_RETURN_IF_ERROR(state_.members.AdmitRegion(*member, identity));
   REFITD_RETURN_IF_ERROR(AdmitRegionOf(state_, *member));
   return member;
@@ -252,7 +252,7 @@ absl::Status MemberMemory::ReleaseRegion(const Token& token, const PeerCredentia
     const StateLock lock(&state_.mutex);
     REFITD_ASSIGN_OR_RETURN(
         MemberRecord * member,
-        state_.members.Authenticate(std::string(token.begin(), token.end()), Peer{peer}));
+        state_.members.OfToken(std::string(token.begin(), token.end()), Peer{peer}));
     return Take(member, region);
   };
   REFITD_ASSIGN_OR_RETURN(RegionRecord taken, take());
@@ -269,7 +269,7 @@ absl::StatusOr<SideHandle> MemberMemory::TakeKept(const Token& token, const Peer
                                                   uint64_t side) {
   const std::string key(token.begin(), token.end());
   const StateLock lock(&state_.mutex);
-  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, state_.members.Authenticate(key, Peer{peer}));
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, state_.members.OfToken(key, Peer{peer}));
   if (!member->kept.has_value()) {
     return Error(absl::StatusCode::kFailedPrecondition,
                  "no arenas are kept for this lease: it did not restore, or has registered a "
@@ -305,8 +305,7 @@ absl::StatusOr<PoolHandle> MemberMemory::MapPool(const Token& token, const PeerC
   std::optional<StagingPools::Missing> missing;
   {
     const StateLock lock(&state_.mutex);
-    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member,
-                            state_.members.Authenticate(key, Peer{peer}));
+    REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, state_.members.OfToken(key, Peer{peer}));
     missing = state_.pools.MissingOf(*member);
     if (!missing.has_value()) return HandleOf(*member);
   }
@@ -323,7 +322,7 @@ absl::StatusOr<PoolHandle> MemberMemory::MapPool(const Token& token, const PeerC
   }
   REFITD_RETURN_IF_ERROR(*made);
   const StateLock lock(&state_.mutex);
-  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, state_.members.Authenticate(key, Peer{peer}));
+  REFITD_ASSIGN_OR_RETURN(const MemberRecord* member, state_.members.OfToken(key, Peer{peer}));
   return HandleOf(*member);
 }
 

@@ -60,7 +60,7 @@ const MemberRecord* Members::Find(MemberId member) const {
   return it == members_.end() ? nullptr : &it->second;
 }
 
-absl::StatusOr<MemberRecord*> Members::Authenticate(const std::string& token, const Peer& peer) {
+absl::StatusOr<MemberRecord*> Members::OfToken(const std::string& token, const Peer& peer) {
   const auto it = tokens_.find(token);
   if (it == tokens_.end()) {
     return absl::UnauthenticatedError("lease.token: no such lease (never given, or it ended)");

@@ -57,10 +57,11 @@ class Members {
   size_t size() const { return members_.size(); }
   const std::map<MemberId, MemberRecord>& all() const { return members_; }
 
-  // The member whose lease the token is. UNAUTHENTICATED: no lease has it. PERMISSION_DENIED (P9):
-  // the lease was taken over a unix socket, and another user presents it; or it was taken with a
-  // certificate, and somebody of another identity, or of none, presents it.
-  absl::StatusOr<MemberRecord*> Authenticate(const std::string& token, const Peer& peer);
+  // The member whose lease the token is. Callers of the descriptor socket present no more of a
+  // lease; for other calls see Authenticate (life.h). UNAUTHENTICATED: no lease has the token.
+  // PERMISSION_DENIED (P9): the lease was taken over a unix socket, and another user presents it;
+  // or it was taken with a certificate, and somebody of another identity, or of none, presents it.
+  absl::StatusOr<MemberRecord*> OfToken(const std::string& token, const Peer& peer);
 
   // No member of the group holds a version any more.
   void ForgetHeld(const std::string& group);

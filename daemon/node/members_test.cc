@@ -42,13 +42,13 @@ TEST_CASE("a lease's token names its member until the lease ends; the record sta
   const std::string token = member->token;
   members.CheckInvariants();
   CHECK(token.size() == sizeof(Token));
-  REQUIRE(members.Authenticate(token, {}).ok());
-  CHECK(*members.Authenticate(token, {}) == member);
+  REQUIRE(members.OfToken(token, {}).ok());
+  CHECK(*members.OfToken(token, {}) == member);
 
   CHECK(members.Lose(member));
   CHECK_FALSE(members.Lose(member));
   members.CheckInvariants();
-  CHECK(members.Authenticate(token, {}).status().code() == absl::StatusCode::kUnauthenticated);
+  CHECK(members.OfToken(token, {}).status().code() == absl::StatusCode::kUnauthenticated);
   CHECK(members.Find(MemberId(1)) == member);
 
   CHECK(members.Remove(MemberId(1)).id == MemberId(1));
@@ -74,7 +74,7 @@ TEST_CASE("a member that is removed without being lost leaves no token behind") 
   Members members;
   const std::string token = members.Add(Rank(1))->token;
   members.Remove(MemberId(1));
-  CHECK_FALSE(members.Authenticate(token, {}).ok());
+  CHECK_FALSE(members.OfToken(token, {}).ok());
   CHECK(members.size() == 0);
   members.CheckInvariants();
 }
@@ -92,13 +92,13 @@ TEST_CASE("a lease that was taken over a unix socket works for the same user onl
   MemberRecord record = Rank(1);
   record.peer = OfUser(1000);
   const std::string token = members.Add(std::move(record))->token;
-  CHECK(members.Authenticate(token, OfUser(1000)).ok());
-  CHECK(members.Authenticate(token, OfUser(1001)).status().code() ==
+  CHECK(members.OfToken(token, OfUser(1000)).ok());
+  CHECK(members.OfToken(token, OfUser(1001)).status().code() ==
         absl::StatusCode::kPermissionDenied);
-  CHECK(members.Authenticate(token, {}).status().code() == absl::StatusCode::kPermissionDenied);
+  CHECK(members.OfToken(token, {}).status().code() == absl::StatusCode::kPermissionDenied);
 
   const std::string over_tcp = members.Add(Rank(2))->token;
-  CHECK(members.Authenticate(over_tcp, {}).ok());
+  CHECK(members.OfToken(over_tcp, {}).ok());
 }
 
 TEST_CASE("a lease that was taken with a certificate works for the same identity only") {
@@ -111,15 +111,14 @@ TEST_CASE("a lease that was taken with a certificate works for the same identity
   MemberRecord record = Rank(1);
   record.peer = of("spiffe://prod/a");
   const std::string token = members.Add(std::move(record))->token;
-  CHECK(members.Authenticate(token, of("spiffe://prod/a")).ok());
-  CHECK(members.Authenticate(token, of("spiffe://prod/b")).status().code() ==
+  CHECK(members.OfToken(token, of("spiffe://prod/a")).ok());
+  CHECK(members.OfToken(token, of("spiffe://prod/b")).status().code() ==
         absl::StatusCode::kPermissionDenied);
-  CHECK(members.Authenticate(token, {}).status().code() == absl::StatusCode::kPermissionDenied);
-  CHECK(members.Authenticate(token, OfUser(0)).status().code() ==
-        absl::StatusCode::kPermissionDenied);
+  CHECK(members.OfToken(token, {}).status().code() == absl::StatusCode::kPermissionDenied);
+  CHECK(members.OfToken(token, OfUser(0)).status().code() == absl::StatusCode::kPermissionDenied);
 
   const std::string in_the_clear = members.Add(Rank(2))->token;
-  CHECK(members.Authenticate(in_the_clear, of("spiffe://prod/a")).status().code() ==
+  CHECK(members.OfToken(in_the_clear, of("spiffe://prod/a")).status().code() ==
         absl::StatusCode::kPermissionDenied);
 }
 

@@ -76,8 +76,8 @@ class PeerSessions {
   void End(const std::string& group, NodeId node, const absl::Status& status);
   // Ends the sessions of a deleted group.
   void EndGroup(const std::string& group, const absl::Status& status);
-  // The session is over, whether it waited or had joined. Returns its group and node, if it had
-  // joined.
+  // Removes a session that is over, whether it waited or had joined. Returns its group and node, if
+  // it had joined.
   std::optional<Joined> Remove(uint64_t session);
   // Ends all sessions.
   void EndAll(const absl::Status& status);

@@ -162,7 +162,8 @@ class StagingPools {
   void CheckInvariants() const;
 
  protected:
-  // The group has no slots on that GPU yet, or none for the wire.
+  // Put adds the group's slots on a GPU, SetWire names the GPU whose slots the wire uses. Before
+  // the call there must be none.
   void Put(const GroupRecord& group, int ordinal, Device device);
   void SetWire(const GroupRecord& group, int ordinal);
   void ClearWire(const GroupRecord& group) { Of(group).wire.reset(); }

@@ -57,7 +57,8 @@ struct DaemonState {
   const std::string boot_id;
   const TimePoint started = Now();
 
-  // Thread-safe; used with and without the state lock.
+  // Bytes of members' mapped memory, and of what callers have sent and the daemon holds in its own
+  // memory (inline bytes, layouts, manifests). Thread-safe; used with and without the state lock.
   ByteLedger mapped;
   ByteLedger held;
 

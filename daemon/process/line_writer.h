@@ -5,9 +5,8 @@
 //  1. Lines are written in the order of Add, each once.
 //  2. At most kMaxLines lines and kMaxBytes bytes wait. Later ones are dropped, and counted in a
 //     line that follows (P10).
-//  3. The end waits at most kEndLimit for a sink that takes no lines; then the thread is left
-//  behind
-//     with what it needs.
+//  3. The destructor waits at most kEndLimit for a sink that takes no lines. Then it leaves the
+//     thread behind, with what the thread needs.
 //
 // Thread-safe. Add takes no system call but the one that wakes the thread, so it may be called
 // under a mutex.

@@ -88,7 +88,7 @@ void AddBuckets(const v1::GetUpdateStatisticsResponse& statistics, double begin,
   }
 }
 
-// The outcome that ends the pause of a committed instance ends the update.
+// `end`: of the update, in seconds. Its outcome also ends the pauses of the committed instances.
 void AddPauses(const v1::UpdateStatus& update, double end, Events* events) {
   for (const v1::InstanceResult& instance : update.instances()) {
     if (!instance.committed() || !instance.has_pause_seconds()) continue;

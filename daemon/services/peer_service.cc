@@ -70,9 +70,11 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
   }
 
   absl::Status Queue(PeerCommand command) override {
-    std::optional<uint64_t> replaced;
-    if (const auto* news = std::get_if<PeerIncarnation>(&command)) replaced = news->incarnation;
-    if (backlog_.Add(std::move(command), replaced)) return absl::OkStatus();
+    std::optional<uint64_t> next_incarnation;
+    if (const auto* next = std::get_if<PeerIncarnation>(&command)) {
+      next_incarnation = next->incarnation;
+    }
+    if (backlog_.Add(std::move(command), next_incarnation)) return absl::OkStatus();
     return Error(StatusCode::kUnavailable, "the daemon's link is not up");
   }
 
@@ -84,13 +86,13 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       message_bytes = peer_message_bytes_;
     }
     while (std::optional<Backlog::Entry> next = backlog_.Next()) {
-      absl::StatusOr<std::vector<v1::PeerAnswer>> answers = ToProto(next->value, message_bytes);
+      absl::StatusOr<std::vector<v1::PeerAnswer>> messages = ToProto(next->value, message_bytes);
       MutexLock lock(&mutex_);
-      if (answers.ok()) {
-        Push(*next, *std::move(answers));
+      if (messages.ok()) {
+        QueueMessages(*next, *std::move(messages));
       } else {
         backlog_.Drop();
-        EndLocked(answers.status());
+        EndLocked(messages.status());
       }
     }
     MutexLock lock(&mutex_);
@@ -156,11 +158,13 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
  private:
   using Backlog = PeerBacklog<PeerCommand>;
 
-  void Push(const Backlog::Entry& entry, std::vector<v1::PeerAnswer> answers)
+  // `messages`: those of the one command in `entry`.
+  void QueueMessages(const Backlog::Entry& entry, std::vector<v1::PeerAnswer> messages)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     size_t bytes = 0;
-    for (const v1::PeerAnswer& answer : answers)
-      bytes += answer.ByteSizeLong() + kPeerNumberingBytes;
+    for (const v1::PeerAnswer& message : messages) {
+      bytes += message.ByteSizeLong() + kPeerNumberingBytes;
+    }
     if (!queue_.HasRoom(bytes)) {
       DropAll();
       EndLocked(Error(StatusCode::kResourceExhausted,
@@ -169,12 +173,12 @@ class Session final : public PeerSession, public std::enable_shared_from_this<Se
       GiveUp();  // the write under way may never end
       return;
     }
-    for (v1::PeerAnswer& answer : answers) {
-      const size_t size = answer.ByteSizeLong() + kPeerNumberingBytes;
-      queue_.PushNumbered(std::move(answer), size, entry.incarnation);
+    for (v1::PeerAnswer& message : messages) {
+      const size_t size = message.ByteSizeLong() + kPeerNumberingBytes;
+      queue_.PushNumbered(std::move(message), size, entry.incarnation);
     }
-    if (const auto* replaced = std::get_if<PeerIncarnation>(&entry.value)) {
-      if (absl::Status status = order_->Announce(replaced->incarnation); !status.ok()) {
+    if (const auto* next = std::get_if<PeerIncarnation>(&entry.value)) {
+      if (absl::Status status = order_->Announce(next->incarnation); !status.ok()) {
         EndLocked(std::move(status));
       }
     }

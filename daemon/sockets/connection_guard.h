@@ -53,9 +53,10 @@ class ConnectionGuard {
   // out; the caller must close it.
   bool Watch(int fd, const std::string& source);
 
-  // `peer` is ServerContext::peer(). A rule allowed a call of that connection, by this identity.
+  // Notes that a rule allowed a call of that connection, by this identity. `peer`:
+  // ServerContext::peer().
   void Allowed(std::string_view peer, const std::string& identity);
-  // No rule allowed it. `known`: some rule names whoever is at the other end.
+  // Notes that no rule allowed a call. `known`: some rule names whoever is at the other end.
   void Refused(std::string_view peer, bool known);
 
   // Ends connections whose time is over. To be called about twice a second while there are any.
@@ -71,9 +72,11 @@ class ConnectionGuard {
 
   // For the code that reads. A connection's number in the ledger; 0: it is not watched.
   static ConnectionLedger::Id IdOf(int fd);
-  // The first `bytes` of `parts` were read from the socket. False: they are for nobody.
+  // Counts the first `bytes` of `parts`, which were read from the socket. False: the connection is
+  // being ended, and the bytes must be dropped.
   bool Take(ConnectionLedger::Id id, std::span<const iovec> parts, int64_t bytes);
-  // These were decrypted. True if the process has no guard.
+  // Does so for bytes that were decrypted, as a connection under TLS has them. True if the process
+  // has no guard.
   static bool TakeDecrypted(ConnectionLedger::Id id, std::string_view bytes);
   void Close(ConnectionLedger::Id id);
 

@@ -46,7 +46,7 @@ namespace refitd {
 // The first flow-control window of a call, which the server's settings give to clients. A member's
 // first message may fill it before the daemon has seen the call's headers.
 inline constexpr int kFirstWindowBytes = 16 << 10;
-// That window, the headers of calls, and a TLS handshake with long chains.
+// Room for kFirstWindowBytes, the headers of calls, and a TLS handshake with long chains.
 inline constexpr int64_t kUnprovenBytes = 48 << 10;
 // Enough for some calls that are refused with a reason.
 inline constexpr int64_t kUnknownBytes = 16 << 10;

@@ -69,7 +69,7 @@ def plant_no_evidence(model: Any) -> None:
     """Makes the adapter take every module for one that post-processing left as it was."""
     from refitd.serving import evidence
 
-    object.__setattr__(model, evidence.ATTRIBUTE, {id(layer): {} for layer in model.modules()})
+    object.__setattr__(model, evidence.EVIDENCE_ATTRIBUTE, {id(layer): {} for layer in model.modules()})
 
 
 def plant_sinks_copy(model: Any, name: str) -> None:

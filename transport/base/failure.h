@@ -8,8 +8,7 @@
 // the generated code.
 //
 // Invariants
-//  1. What EncodeFailure returns has at most kMaxFailureBytes, whatever the failure holds, so that
-//  a
+//  1. What EncodeFailure returns has at most kMaxFailureBytes, whatever the failure holds: so a
 //     status with its details fits into gRPC's metadata (8 KiB). Names that do not fit are left
 //     out; the counts say how many there were.
 //  2. DecodeFailure reads all that EncodeFailure writes, and refuses the rest (P10): more than

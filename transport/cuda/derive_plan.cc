@@ -169,8 +169,9 @@ class Cutter {
     return absl::OkStatus();
   }
 
-  // Returns the blocks of a range, which is one of blocks if scales are derived, else of elements.
-  // Only the first and the last may differ from the others.
+  // Returns the blocks that meet `range`, whose ends are numbers of blocks where scales are
+  // derived, else of elements. `end`: of the tensor. Only the first and the last block may differ
+  // from the others.
   std::vector<BlockRun> RunsIn(Range range, int64_t block, int64_t end) const {
     std::vector<BlockRun> found;
     const int64_t last = scales_ ? range.end : (range.end + block - 1) / block;
@@ -251,8 +252,8 @@ class Cutter {
     return task;
   }
 
-  // Adds `count` blocks, at that distance, with a task for each of the shards that has elements of
-  // them.
+  // Adds `count` blocks from the first of both runs on, with a task for each of the shards that has
+  // elements of them. From a block to the next it is `rows` and `columns` elements of the source.
   absl::Status Add(const std::vector<const Shard*>& shards, const BlockRun& band,
                    const BlockRun& block, int64_t count, int64_t rows, int64_t columns) {
     std::vector<DeriveTask>& tasks = block_tasks_;
@@ -265,7 +266,7 @@ class Cutter {
                      "\"{}\": a block of {} lies in more than {} pieces", move_.source->name,
                      derivation_.from.name, kMaxDeriveParts);
       }
-      tasks.push_back(PartOf(*shard, held, band, block, rows, columns));
+      tasks.push_back(PartOf(*shard, held, band, block, rows, columns, tasks.empty()));
     }
     if (tasks.empty()) {
       return Error(absl::StatusCode::kInternal, "\"{}\": no shard has a block of {}",
@@ -304,29 +305,39 @@ class Cutter {
     return true;
   }
 
-  // The task for the elements `held` of the first block.
+  // The task for the elements `held` of the first block. `first`: it is the first task of the
+  // block.
   DeriveTask PartOf(const Shard& shard, const Matrix& held, const BlockRun& band,
-                    const BlockRun& block, int64_t rows, int64_t columns) const {
-    Matrix window = Common(held, {.rows = band.window, .columns = block.window});
-    // The first task stores a scale, whatever its window.
-    const bool stores = scales_ ? block_tasks_.empty() : !window.empty();
-    if (HasSmallBlocks(derivation_.kind)) {
-      window = {.rows = band.window, .columns = block.window};
-    } else if (scales_ || !stores) {
-      window = held;
-    }
+                    const BlockRun& block, int64_t rows, int64_t columns, bool first) const {
+    const Matrix all = {.rows = band.window, .columns = block.window};
+    const Matrix stored = Common(held, all);
+    // A block has one scale, which its first task stores.
+    const bool stores = scales_ ? first : !stored.empty();
+    // Where the task stores no window, the window is what the task reads, so that its columns are
+    // as aligned as these.
+    const Matrix window = HasSmallBlocks(derivation_.kind) ? all
+                          : scales_ || !stores             ? held
+                                                           : stored;
     DeriveTask task = TaskOf(shard, {band.first, 1, held.rows, window.rows},
                              {block.first, 1, held.columns, window.columns}, rows, columns);
     task.place = PlaceOf(band.all.begin, block.all.begin);
     task.parts = 0;
-    if (stores) return task;
-    task.element_bytes = 1;
-    task.role = static_cast<uint8_t>(DerivedRole::kValues);
-    task.window_rows = 0;
-    task.destination = task.index = 0;
-    task.destination_row = task.destination_column = task.destination_block = 0;
-    task.index_row = task.index_block = 0;
+    if (!stores) StoreNothing(&task);
     return task;
+  }
+
+  // Leaves a part of a quantised block to the search for the block's maximum. The kernel stores all
+  // parts of the block alike: a part of scales would store the scale again, so the part becomes one
+  // of values, which are FP8 of one byte, with a window without rows. The window keeps its columns,
+  // by which the kernel divides. Addresses and distances that nothing is stored at are 0, which is
+  // aligned: one unaligned part would take the fast loads from all parts (IsWhole).
+  static void StoreNothing(DeriveTask* task) {
+    task->role = static_cast<uint8_t>(DerivedRole::kValues);
+    task->element_bytes = 1;
+    task->window_rows = 0;
+    task->destination = task->index = 0;
+    task->destination_row = task->destination_column = task->destination_block = 0;
+    task->index_row = task->index_block = 0;
   }
 
   static uint32_t Saturated(int64_t place) {

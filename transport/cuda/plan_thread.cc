@@ -89,7 +89,7 @@ void PlanThread::PlanOne(const std::shared_ptr<PlanJob>& job) {
   }
   {
     MutexLock lock(&mutex_);
-    if (planning_ == nullptr) return;
+    if (planning_ == nullptr) return;  // given up meanwhile, and failed
     planning_ = nullptr;
   }
   if (lost.ok()) {

@@ -114,7 +114,8 @@ class Computation {
   }
 
  private:
-  // Returns an element that has no result.
+  // Computes the plane at which plane_ is, and stores it at to_. Returns an element of the plane
+  // that has no result.
   std::optional<Element> RunPlane() {
     if (derivation_.kind == DerivedKind::kCast) {
       for (int64_t row = wanted_.rows.begin; row < wanted_.rows.end; ++row) {

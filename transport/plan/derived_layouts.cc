@@ -71,7 +71,8 @@ class HeldBoxes {
     });
   }
   const Box& box(uint32_t i) const { return *boxes_[i]; }
-  // The holder with the nearest number, so that replicas share the reading.
+  // The holder of the box whose layout has the number nearest to `layout`, so that several layouts
+  // that read the box share its replicas out among themselves.
   const Holder& Nearest(uint32_t i, uint32_t layout) const {
     const auto distance = [layout](const Holder& holder) {
       return std::abs(int64_t{holder.layout} - int64_t{layout});

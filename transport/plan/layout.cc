@@ -359,11 +359,11 @@ class MemoryOverlap {
     // Pieces are compared in pairs, unless there are so many pairs that listing the runs is less
     // work.
     const auto pieces = static_cast<int64_t>(cluster.size());
-    const bool by_runs = pieces * (pieces - 1) / 2 > TotalRuns(cluster) && ListRuns(cluster);
+    const bool by_runs = pieces * (pieces - 1) / 2 > TotalRuns(cluster) && ChargeRuns(cluster);
     if (!by_runs) {
-      REFITD_ASSIGN_OR_RETURN(const bool disjoint, CheckPairs(IntervalsOf(cluster)));
-      if (disjoint) return absl::OkStatus();
-      if (!ListRuns(cluster)) return TooManyRuns(cluster.front());
+      REFITD_ASSIGN_OR_RETURN(const bool decided, CheckPairs(IntervalsOf(cluster)));
+      if (decided) return absl::OkStatus();
+      if (!ChargeRuns(cluster)) return TooManyRuns(cluster.front());
     }
     if (const auto pair = SharedByRuns(cluster)) return Shared(*pair);
     return absl::OkStatus();
@@ -379,15 +379,17 @@ class MemoryOverlap {
     return runs;
   }
 
-  // Whether the runs of all these pieces may be listed; if so, counts them towards the limit.
-  bool ListRuns(absl::Span<const Storage> cluster) {
+  // Counts the runs of all these pieces towards the limit, so that they may be listed. False: they
+  // are too many, and are not counted.
+  bool ChargeRuns(absl::Span<const Storage> cluster) {
     const int64_t runs = TotalRuns(cluster);
     if (runs > kMaxOverlapRuns - runs_) return false;
     runs_ += runs;
     return true;
   }
 
-  // Compares storage in pairs. False: it takes too many steps. An error: two pieces share bytes.
+  // Compares storage in pairs. True: no two pieces share bytes. False: that is not decided, since
+  // it takes too many steps. An error: two pieces share bytes.
   absl::StatusOr<bool> CheckPairs(const std::vector<Interval>& intervals) {
     for (size_t i = 0; i < intervals.size(); ++i) {
       const Storage& a = *intervals[i].storage;
@@ -433,7 +435,7 @@ class MemoryOverlap {
 
   const Layout& layout_;
   int64_t steps_ = 0;
-  int64_t runs_ = 0;  // listed so far
+  int64_t runs_ = 0;  // counted towards kMaxOverlapRuns
 };
 
 // ---- validation ----

@@ -737,7 +737,8 @@ class Router {
       const int64_t bytes = elements * element_bytes_;
       stores_per_member_[entry.layout] += bytes;
       const auto members = static_cast<int64_t>(destinations_.members[entry.layout].size());
-      // With up to 4096 members of one layout, one addition stays below 2^60.
+      // Each addition is capped at kMaxRouteBytes, and Exhausted() ends the plan beyond it, so that
+      // the sum can't overflow.
       stored_ += std::min(bytes, kMaxRouteBytes / members) * members;
       if (Exhausted()) return;
     }

@@ -4,8 +4,9 @@
 // A connection joins two ranks of a communicator; the lower rank dials. After TLS, if there is any:
 //
 //   dialler  -> Greeting kHello    with the token of the listener's address
-//   listener -> Greeting kWelcome  with the token of the dialler's address; or kUnknown, and the
-//   end then, in both directions, any number of
+//   listener -> Greeting kWelcome  with the token of the dialler's address;
+//               or kUnknown         and the connection ends
+//   then, in both directions, any number of
 //     Frame kBroadcast or kExchange, followed by this connection's part of the payload
 //     Frame kAck, when all bytes of a payload have come
 //

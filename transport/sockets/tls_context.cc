@@ -16,15 +16,15 @@ BioPtr Open(const std::string& pem) {
   return BioPtr(BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())));
 }
 
-// Says which certificates follow the own one in a handshake: those of its file, or, if there are
-// none, those that lead from it to a root and stand among the roots. Left to itself, OpenSSL
-// searches the latter anew in each handshake, verifies them, and sends the root too, which the
-// other end then parses for nothing: a third of what a handshake costs either end.
+// Says which certificates are sent behind this side's own in a handshake: those of its file, or, if
+// there are none, those that lead from it to a root and stand among the roots. Left to itself,
+// OpenSSL searches the latter anew in each handshake, verifies them, and sends the root too, which
+// the other end then parses for nothing: a third of what a handshake costs either end.
 void CompleteChain(SSL_CTX* context, bool in_file) {
   SSL_CTX_set_mode(context, SSL_MODE_NO_AUTO_CHAIN);
   if (in_file) return;
-  // If no certificates lead from the own one to a root, the own one goes alone. The other end then
-  // says why it refuses the certificate.
+  // If no certificates lead from this side's certificate to a root, it is sent alone. The other end
+  // then says why it refuses the certificate.
   SSL_CTX_build_cert_chain(context, SSL_BUILD_CHAIN_FLAG_IGNORE_ERROR |
                                         SSL_BUILD_CHAIN_FLAG_CLEAR_ERROR |
                                         SSL_BUILD_CHAIN_FLAG_NO_ROOT);

@@ -154,7 +154,7 @@ class NoSigpipe {
   bool pending_before_ = false;
 };
 
-// Repeats an operation of OpenSSL that is not done yet. False: `deadline` passed.
+// Repeats an operation of OpenSSL until it has ended, well or not. False: `deadline` passed.
 template <typename Operation>
 bool Repeat(SSL* ssl, int fd, TimePoint deadline, int* result, const Operation& operation) {
   for (;;) {
@@ -179,9 +179,10 @@ std::string HandshakeError() {
   return reason == nullptr ? "the connection broke" : reason;
 }
 
-// This side does not take what the server has shown.
-absl::Status RefusedHere(const Shown& server, const std::string& address, const std::string& host,
-                         const std::string& pattern) {
+// Whether this side takes the certificate that the server has shown. OK: it does. `pattern`: as
+// `server_pattern` of ProbeTls.
+absl::Status CheckShown(const Shown& server, const std::string& address, const std::string& host,
+                        const std::string& pattern) {
   const std::string who =
       server.identity.empty() ? "somebody without a SPIFFE ID or DNS name" : server.identity;
   if (!server.why.empty()) {
@@ -222,9 +223,10 @@ absl::Status ProbeTcp(const std::string& address, TimePoint deadline) {
 
 namespace {
 
-// One connection. `closed`: the server ended it after the handshake.
+// Makes one connection. `server_pattern`: as in ProbeTls. `closed`: the server ended the connection
+// after the handshake.
 absl::Status ProbeOnce(const std::string& address, const Certificates& own,
-                       const std::string& server, TimePoint deadline, bool* closed) {
+                       const std::string& server_pattern, TimePoint deadline, bool* closed) {
   const std::string host = HostOf(address);
   REFITD_ASSIGN_OR_RETURN(const UniqueFd fd, ConnectTo(address, host, deadline));
   const ContextPtr context = ContextOf(own);
@@ -232,7 +234,7 @@ absl::Status ProbeOnce(const std::string& address, const Certificates& own,
   REFITD_CHECK(ssl != nullptr && SSL_set_fd(ssl.get(), fd.get()) == 1);
   SSL_set_alpn_protos(ssl.get(), reinterpret_cast<const unsigned char*>(kAlpn.data()),
                       static_cast<unsigned>(kAlpn.size()));
-  if (server.empty()) {
+  if (server_pattern.empty()) {
     if (IsAddress(host)) {
       X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(ssl.get()), host.c_str());
     } else {
@@ -250,29 +252,29 @@ absl::Status ProbeOnce(const std::string& address, const Certificates& own,
     return Error(StatusCode::kUnavailable, "{}: the TLS handshake did not end in time", address);
   }
   const std::string broken = result == 1 ? "" : HandshakeError();
-  REFITD_RETURN_IF_ERROR(RefusedHere(server_side, address, host, server));
+  REFITD_RETURN_IF_ERROR(CheckShown(server_side, address, host, server_pattern));
   if (result != 1) {
     return Error(StatusCode::kUnavailable, "the TLS handshake with {} failed: {}", address, broken);
   }
   char byte = 0;
   const TimePoint limit = std::min(deadline, std::chrono::steady_clock::now() + kRefusalLimit);
-  const bool heard =
+  const bool ended_in_time =
       Repeat(ssl.get(), fd.get(), limit, &result, [&] { return SSL_read(ssl.get(), &byte, 1); });
   ERR_clear_error();
-  *closed = heard && result != 1;
+  *closed = ended_in_time && result != 1;
   return absl::OkStatus();
 }
 
 }  // namespace
 
 absl::Status ProbeTls(const std::string& address, const Certificates& own,
-                      const std::string& server, TimePoint deadline) {
+                      const std::string& server_pattern, TimePoint deadline) {
   const NoSigpipe no_sigpipe;
   // A server also closes connections because it ends, or is out of descriptors. A refusal comes
   // again.
   for (int i = 0; i < kProbesThatAgree; ++i) {
     bool closed = false;
-    REFITD_RETURN_IF_ERROR(ProbeOnce(address, own, server, deadline, &closed));
+    REFITD_RETURN_IF_ERROR(ProbeOnce(address, own, server_pattern, deadline, &closed));
     if (!closed) return absl::OkStatus();
   }
   return Error(StatusCode::kUnauthenticated,

@@ -16,12 +16,14 @@
 namespace refitd {
 
 // Connects to `address` ("HOST:PORT") with `own`, verifies the server as TlsChannel does, and waits
-// for a refusal for a moment. OK: the server took the connection, or said nothing in time.
+// for a refusal for a moment. `server_pattern`: what the server's identity must match; empty: the
+// server's certificate must be for the host of the address. OK: the server took the connection, or
+// did not refuse it in time.
 // UNAVAILABLE: it can't be reached. UNAUTHENTICATED: this side does not take the server's
 // certificate, or the server does not take this side's. Blocks until `deadline` at most (P4), but
 // for the time that resolving a host's name takes.
 absl::Status ProbeTls(const std::string& address, const Certificates& own,
-                      const std::string& server, TimePoint deadline);
+                      const std::string& server_pattern, TimePoint deadline);
 
 // Connects without TLS. OK: the connection stands. UNAVAILABLE: it does not.
 absl::Status ProbeTcp(const std::string& address, TimePoint deadline);

@@ -1,8 +1,8 @@
-// Hears of certificates that this process's TLS refuses.
+// Observes the certificates that TLS refuses in this process.
 //
 // gRPC 1.51 does not tell its user that a handshake failed, so OpenSSL is asked: the observer sees
-// the result of every verification of another side's certificate in this process. It only
-// observes; what is refused is refused without it.
+// the result of every verification of another side's certificate in this process. The
+// observer changes nothing: OpenSSL refuses the same certificates without it.
 #ifndef REFITD_TRANSPORT_TLS_REFUSALS_H_
 #define REFITD_TRANSPORT_TLS_REFUSALS_H_
 

@@ -85,7 +85,8 @@ MAX_NAMED = 64
 
 
 def result_of(raw: native.refit_commit_result, of: str, handle: int, staged_bytes: int = 0, rebound: int = 0) -> UpdateResult:
-    """The result of a commit or refit, on the thread that made it; `of`: whose `handle` it is, "update" or "trainer"."""
+    """The result of a commit or refit. Must be called on the thread that made the commit or refit, before that thread makes another: the next one
+    replaces the outcomes and names that the library keeps at the handle. `of`: whose `handle` it is, "update" or "trainer"."""
     ask = getattr(native.library(), f"refit_{of}_outcome")
     instances = []
     for i in range(raw.instances):

@@ -27,7 +27,7 @@ class Process(launched.Launched):
     def __init__(self, index, together):
         self.index, self.count, self._together = index, WORLD, together
 
-    def all(self, value):
+    def gather(self, value):
         together = self._together
         together.told[self.index] = value
         together.barrier.wait()
@@ -108,7 +108,7 @@ class Launched(DaemonTest):
         with ThreadPoolExecutor(1) as refits:
             refit = refits.submit(trainer.refit, 1)
             # Process 0 comes first and does not wait; process 1 looks until it has heard of the update.
-            followers[0].driver.begins = lambda seconds, begins=followers[0].driver.begins: begins(seconds) if seconds > 0 else None
+            followers[0].driver.peek_begin = lambda seconds, peek=followers[0].driver.peek_begin: peek(seconds) if seconds > 0 else None
             versions = self.each(lambda follower: follower.poll(SECONDS if follower is followers[1] else 0.0), followers)
             self.assertEqual(versions, [1, 1])
             self.assertTrue(refit.result(SECONDS).instances[0].committed)

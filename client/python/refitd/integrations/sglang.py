@@ -36,7 +36,7 @@ from ..serving.ahead import Portion, as_before
 from ..serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of
 from ..serving.derived import Quantised, of_experts
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
-from ..serving.evidence import ATTRIBUTE, KEPT, Snapshot, note_changes
+from ..serving.evidence import EVIDENCE_ATTRIBUTE, KEPT_ATTRIBUTE, Snapshot, note_changes
 from ..serving.proof import Probe, gathered, token_ids, tokens_for, union_over
 from ..serving.rank import EngineLoop, Kept, Rank, TakeUp, find_kept
 from ..serving import Settings, read_manifest
@@ -503,7 +503,7 @@ _loading: list[Any] = []
 
 
 def _load_model(original: Any, loader: Any, **options: Any) -> Any:
-    """Loads random weights, and leaves in the model what post-processing changed (ATTRIBUTE)."""
+    """Loads random weights, and leaves evidence in the model of what post-processing changed (note_changes)."""
     _loading.clear()
     model = original(loader, **options)
     if _loading:
@@ -525,7 +525,7 @@ def _find_kept(device: Any) -> Kept:
 
 def _loaded(result: None, model: Any) -> None:
     """Takes snapshots after random weights were made, before modules are post-processed. Nothing uses those that an update takes."""
-    if hasattr(model, ATTRIBUTE):
+    if hasattr(model, EVIDENCE_ATTRIBUTE):
         return
     _loading[:] = [
         [(layer, Snapshot.of(layer)) for layer in model.modules()],
@@ -873,11 +873,12 @@ class Backend:
 
         self.model: Any = runner.model
         self._runner = runner
-        clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
+        # A model with evidence came from refitd's loader, which fills it with random weights.
+        clean = getattr(self.model, EVIDENCE_ATTRIBUTE, None) is None
         device = torch.device(next(self.model.parameters()).device)
         self._device = device
         self._before: dict[str, int] = {}  # processed parameters before what was kept was processed
-        kept = getattr(self.model, KEPT, None)
+        kept = getattr(self.model, KEPT_ATTRIBUTE, None)
         take_up = None if kept is None else TakeUp(kept, self._decide_kept, self._prove_kept, gather)
         self.rank = Rank(
             device, client="sglang", clean=clean, decide=self._decide, process=self._process, aside=self._aside, logits=self._logits, take_up=take_up

@@ -54,8 +54,8 @@ class Settings:
 
 
 _settings: Settings | None = None
-# The attribute of a client whose last sync failed.
-_TORN = "_refitd_torn"
+# The attribute of SkyRL's client of the engines: whether the last sync by refitd failed.
+_FAILED_ATTRIBUTE = "_refitd_sync_failed"
 
 
 def install(
@@ -114,17 +114,17 @@ def _keep_paused() -> None:
         try:
             result = broadcast(self, inference_engine_client, *arguments, **options)
         except BaseException:
-            setattr(inference_engine_client, _TORN, True)
+            setattr(inference_engine_client, _FAILED_ATTRIBUTE, True)
             raise
-        setattr(inference_engine_client, _TORN, False)
+        setattr(inference_engine_client, _FAILED_ATTRIBUTE, False)
         return result
 
     @functools.wraps(resume)
-    async def resume_unless_torn(self: Any) -> Any:
-        if getattr(self, _TORN, False):
+    async def resume_unless_failed(self: Any) -> Any:
+        if getattr(self, _FAILED_ATTRIBUTE, False):
             logger.warning("refitd: the sync failed, and generation stays paused until one succeeds")
             return {}
         return await resume(self)
 
     WorkerDispatch._broadcast_to_inference_engines = broadcast_and_note
-    RemoteInferenceClient.resume_generation = resume_unless_torn
+    RemoteInferenceClient.resume_generation = resume_unless_failed

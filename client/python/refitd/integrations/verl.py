@@ -228,7 +228,8 @@ _adapter: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 def _use_adapter_of_vllm() -> None:
-    """Makes verl build its rollouts of vLLM with refitd's adapter, in this process. verl finds the class by its name in this module."""
+    """Makes verl build its rollouts of vLLM with refitd's adapter, in this process. verl finds the class by the name
+    `refitd.integrations.verl.ServerAdapter`, which is a global of this module from then on."""
     import ray
     from verl.workers.rollout import base
     from verl.workers.rollout.vllm_rollout import vllm_rollout

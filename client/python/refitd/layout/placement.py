@@ -131,7 +131,7 @@ class KeptArenas:
         self._all = []
 
     def take(self, nbytes: int, device: str | None) -> Arena | None:
-        """The next arena, if it is as large as one for `nbytes` on the device; else None, as from then on."""
+        """Gives out the next arena if it has the size that one for `nbytes` on the device has; else gives none out, now and from then on."""
         if self.next_bytes != _arena_bytes(nbytes, device):
             self.taken = len(self._all)
             return None

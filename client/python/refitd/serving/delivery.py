@@ -36,7 +36,7 @@ from ..layout.shards import collect
 from . import Settings, ahead, derived, proof
 from .ahead import Portion
 from .derived import NotDerived, Quantised, Requantised
-from .evidence import ATTRIBUTE, KEPT, UNPROVED, Entry, entries_of, reasons_against, written_in_arenas
+from .evidence import EVIDENCE_ATTRIBUTE, KEPT_ATTRIBUTE, UNPROVED, Entry, entries_of, reasons_against, written_in_arenas
 from .proof import Probe, Proof, Prover
 
 @dataclass
@@ -346,7 +346,7 @@ def _refuse(refused: dict[str, str], what: str, kind: str = "parameter") -> None
 def _tied_modules(model: Any) -> list[Any]:
     """Post-processed modules whose parameter is another module's, such as an output layer that is tied to the embedding: vLLM's reload
     passes them over, because it loads no tensor for them. Raises FailedPrecondition where post-processing one again is not safe."""
-    evident: dict[int, dict[str, str]] | None = getattr(model, ATTRIBUTE, None)
+    evident: dict[int, dict[str, str]] | None = getattr(model, EVIDENCE_ATTRIBUTE, None)
     first: dict[int, Any] = {}
     found = []
     for name, module in model.named_modules():
@@ -397,7 +397,7 @@ def _delivery_of(
     total = sum(prod(specs[name].shape) * DTYPES[specs[name].dtype].itemsize for name in names)
     total += sum(entry.beside for entry in packing)
     _check_room(total, settings.loader_bytes, processed)
-    kept = getattr(model, KEPT, None)
+    kept = getattr(model, KEPT_ATTRIBUTE, None)
     in_arenas = (kept.arenas if kept is not None else KeptArenas(back=settings.arena)) if settings.in_arenas else None
     loader_tensors = _make_loader_tensors([specs[name] for name in sorted(names)], case.device, in_arenas)
     attention = [module for module in model.modules() if inside.is_attention(module)]
@@ -615,7 +615,7 @@ def decided(
     """The delivery without its proof; nothing is written to the weights. `failed`: by parameter or module, why it is not to be written in place; gets what must lie in an arena and does not."""
     _refuse(written_in_arenas(model), "parameters in arenas")
     failed = {} if failed is None else failed
-    kept = getattr(model, KEPT, None)
+    kept = getattr(model, KEPT_ATTRIBUTE, None)
     taken = kept.arenas.taken if kept is not None else 0
     while True:
         made = _decide(_Case(model, manifest, settings, device, inside), failed)
@@ -685,7 +685,7 @@ def _try(
 def _outside_arenas(model: Any, made: Delivery, device: Any) -> dict[str, str]:
     """By name, why parameters and buffers that might be written in place are processed: they lie in no arena, and graphs may keep addresses.
     Raises FailedPrecondition where nothing was moved into arenas when the model was loaded."""
-    if getattr(model, ATTRIBUTE, None) is None:
+    if getattr(model, EVIDENCE_ATTRIBUTE, None) is None:
         raise FailedPrecondition(
             "arena: only weights whose post-processing was watched can be in an arena: start vLLM with "
             "--load-format refitd, SGLang with --load-format dummy",

@@ -174,9 +174,9 @@ class Driver:
         with self._lock:
             self._do(self.machine.start())
 
-    def begins(self, seconds: float) -> Event | None:
-        """Takes events until an update begins, or has a version staged, or ends. Returns that Prepare or Staged, which is left to `step`; None: the
-        update has ended, or nothing began within `seconds`."""
+    def peek_begin(self, seconds: float) -> Event | None:
+        """Takes events until an update begins, or has a version staged, or ends. Returns that Prepare or Staged, which stays queued for `step`; None:
+        the update has ended, or nothing began within `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
             member = self._member
@@ -489,12 +489,13 @@ class Alone:
 
     index, count, apart = 0, 1, False
 
-    def all(self, value: Value) -> list[Value]:
-        """The values of all processes, by index; each must call this alike. Raises RuntimeError where another process has ended."""
+    def gather(self, value: Value) -> list[Value]:
+        """Returns what each process called this with, by index. All processes must call this equally often and in the same places. Raises
+        RuntimeError where another process has ended."""
         return [value]
 
     def compare(self, serves: bool, version: int | None) -> None:
-        """Sets `apart`."""
+        """Sets `apart` by what this process and the others call this with. All processes must call this alike."""
 
 
 class Follower:
@@ -515,7 +516,7 @@ class Follower:
             driver.start()
         except Exception as error:
             failure = error
-        failures = processes.all(None if failure is None else str(failure))
+        failures = processes.gather(None if failure is None else str(failure))
         if failure is not None:
             raise failure
         for index, reason in enumerate(failures):
@@ -535,7 +536,7 @@ class Follower:
         while True:
             here = self.driver.version if self.driver.ready() else None
             remaining = deadline - time.monotonic()
-            states = self._processes.all((here, remaining < 0))
+            states = self._processes.gather((here, remaining < 0))
             if here is not None and all(theirs is not None and theirs >= version for theirs, _ in states):
                 return here
             if any(late for _, late in states):
@@ -545,9 +546,9 @@ class Follower:
     def _take_update(self, seconds: float) -> bool:
         """Takes an update that begins within `seconds` in any of the processes, in all of them; returns whether one began. After Staged it waits for
         that update's Prepare, since the other engines pause until this one has answered it."""
-        begun = any(self._processes.all(self.driver.begins(seconds) is not None))
+        begun = any(self._processes.gather(self.driver.peek_begin(seconds) is not None))
         while begun:
-            event = self.driver.begins(PREPARE_SECONDS)
+            event = self.driver.peek_begin(PREPARE_SECONDS)
             if event is not None:
                 self.driver.step(0.0)
             if not isinstance(event, Staged):

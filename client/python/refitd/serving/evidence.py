@@ -19,12 +19,13 @@ from ..errors import FailedPrecondition
 from ..layout.memory import digest
 from ..layout.placement import KeptArenas, adopt_in_arenas
 
-# The attribute of a model that has its evidence: for each module, what changes() found.
-ATTRIBUTE = "_refitd_evidence"
-# The attribute of a model whose weights lie in arenas: by name, the digests that parameters had when they were moved there.
+# The attribute that keeps a model's evidence: for each module, what changes() found.
+EVIDENCE_ATTRIBUTE = "_refitd_evidence"
+# The attribute of a model whose weights lie in arenas. It keeps, by name, the digests that parameters had when they were moved there.
 _MOVED = "_refitd_moved"
-# The attribute of a model whose weights lie in arenas: refitd.serving.rank.Kept, what was kept of this rank's last process.
-KEPT = "_refitd_kept"
+# The attribute of a model whose weights lie in arenas. It keeps a refitd.serving.rank.Kept: what the daemon has of this rank's last process; None:
+# nothing.
+KEPT_ATTRIBUTE = "_refitd_kept"
 # Objects that a search for copies of weights looks at; a value that reaches more counts as a copy.
 _MAX_OBJECTS = 4096
 
@@ -171,7 +172,7 @@ def entries_of(model: Any) -> list[Entry]:
 
 def reasons_against(model: Any, held: Sequence[Entry], inside: Any) -> dict[str, str]:
     """By parameter, why its module can't be written in place."""
-    evident: dict[int, dict[str, str]] | None = getattr(model, ATTRIBUTE, None)
+    evident: dict[int, dict[str, str]] | None = getattr(model, EVIDENCE_ATTRIBUTE, None)
     reasons = {}
     for entry in held:
         if evident is not None and id(entry.module) in evident:
@@ -208,7 +209,7 @@ def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: 
     def note(placed: Set[int] = frozenset()) -> dict[int, Snapshot]:
         after = {id(layer): Snapshot.of(layer) for layer, _ in before}
         found = {id(layer): changes(layer, snapshot, after[id(layer)], placed) for layer, snapshot in before}
-        object.__setattr__(model, ATTRIBUTE, found)
+        object.__setattr__(model, EVIDENCE_ATTRIBUTE, found)
         return after
 
     note()
@@ -226,7 +227,7 @@ def note_changes(model: Any, before: Sequence[tuple[Any, Snapshot]], find_kept: 
     if kept is not None and not placed and kept.arenas.taken:
         kept.release()  # it is of another model
     after = note(placed)  # again, since tensors that shared the parameters' old memory are copies now
-    object.__setattr__(model, KEPT, kept)
+    object.__setattr__(model, KEPT_ATTRIBUTE, kept)
     # A parameter in kept memory can't be written before that memory is registered.
     digests = {entry.name: after[id(entry.module)].tensors[entry.name.rpartition(".")[2]][4] for entry in moved if id(entry.tensor) not in placed}
     object.__setattr__(model, _MOVED, digests)

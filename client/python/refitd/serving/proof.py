@@ -248,7 +248,8 @@ def _forced(routers: Iterable[_Router]) -> Iterator[None]:
 
 
 def _map(value: Any, change: Callable[[Any], Any], keep: Callable[[Any], Any] = lambda value: value) -> Any:
-    """The same value with each tensor changed, within tuples, lists, dicts and named tensors; `keep` makes what is none of these."""
+    """The same value with each tensor changed, within tuples, lists, dicts and named tensors. `keep` is called with anything else, and returns what
+    takes its place."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -289,12 +290,12 @@ class _NotTried(str):
 
 
 class _Calls:
-    """What each module got in one run of the model, at its first call."""
+    """What each module got in one run of the model, at its first call, by the module's id. The run ends with end()."""
 
     def __init__(self, model: Any, keep: Callable[[Any], Any]) -> None:
-        self.got: dict[int, tuple[Any, Any]] = {}
+        self.got: dict[int, tuple[Any, Any]] = {}  # copies of the arguments, and of the named ones
         self._keep = keep
-        self.users: dict[int, Any] = {}  # by module: another that got the module as an argument
+        self.users: dict[int, Any] = {}  # the first module that got this module as an argument
         self._handles = [module.register_forward_pre_hook(self._note, with_kwargs=True) for module in model.modules()]
 
     def _note(self, module: Any, arguments: Any, options: Any) -> None:
@@ -344,8 +345,12 @@ class _Outputs:
         return _differ(self.tensors[0], other.tensors[0], self.noise).view(tokens, -1).any(1).cpu()
 
 
+# Noise is measured between two runs; other runs may differ by more.
+_NOISE_MARGIN = 4
+
+
 def _differ(a: Any, b: Any, noise: float) -> Any:
-    """Where two tensors differ by more than noise. NaN equals NaN."""
+    """Where two tensors differ by more than _NOISE_MARGIN times the noise. NaN equals NaN."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -353,7 +358,7 @@ def _differ(a: Any, b: Any, noise: float) -> Any:
     if not a.dtype.is_floating_point:
         return a != b
     a, b = a.float(), b.float()
-    apart = (a - b).abs() > 4 * noise if noise else a != b
+    apart = (a - b).abs() > _NOISE_MARGIN * noise if noise else a != b
     return (apart | (a.isnan() != b.isnan())) & ~(a.isnan() & b.isnan())
 
 
@@ -391,7 +396,7 @@ class Prover:
             for child in parent.children():
                 self._parents.setdefault(id(child), []).append(parent)
         self.runs = self._record()
-        self._held = list(self._find(set(names))) if self.runs else []
+        self._held = list(self._entries_of(set(names))) if self.runs else []
         if not self.runs:
             self.proof.unproved.update(dict.fromkeys(names, self._why))
         self.proof.unproved.update(self._probe.not_run)
@@ -417,8 +422,9 @@ class Prover:
         self._got, self._users = calls.got, calls.users
         return True
 
-    def _find(self, names: set[str]) -> Iterator[_Entry]:
-        """The parameters with these names, under each module that has them: one of the modules alone may copy a tied parameter."""
+    def _entries_of(self, names: set[str]) -> Iterator[_Entry]:
+        """The parameters and buffers with these names. A tied parameter is listed once for each module that has it, since one of them may keep a
+        copy while the others read the parameter."""
         wanted = {id(tensor) for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()) if name in names}
         for prefix, module in self._model.named_modules():
             if id(module) in self._apart:

@@ -149,8 +149,9 @@ class Rank:
         take_up: TakeUp | None = None,
     ) -> None:
         """`decide`: makes the delivery, once. `process`: brings the loader tensors into the modules, after each version. `aside`: processes a
-        portion of the delivery into the memory beside the model. `logits`: runs the model on fixed tokens, for Settings.logits. `take_up`:
-        None, on all ranks that compute together: nothing that was kept was looked for."""
+        portion of the delivery into the memory beside the model. `logits`: runs the model on fixed tokens, for Settings.logits. `take_up`: how
+        the rank takes up what the daemon kept of its last process. None: nothing that was kept was looked for; the ranks that compute together all
+        have it, or none has."""
         self.clean = clean
         self.version: int | None = None
         self.staged = False
@@ -176,8 +177,11 @@ class Rank:
     def attach(
         self, settings: Settings, instance: str, rank: int, world_size: int, *, dirty: bool, restores: bool = False, driven: bool = False
     ) -> None:
-        """Attaches and registers. `driven`: a driver calls `ahead`. `restores`: the daemon keeps the rank's arenas for its next process; a rank whose first weights are random then
-        attaches without a version, and not as dirty. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
+        """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then.
+
+        `dirty`: the weights are not one whole version. `driven`: a driver processes staged modules ahead of the pause, by ahead(). `restores`: the
+        daemon keeps the rank's arenas for its next process; a rank whose first weights are random then attaches without a version, and not as
+        dirty."""
         self.leave()
         started = time.perf_counter()
         self._settings, self._driven = settings, driven

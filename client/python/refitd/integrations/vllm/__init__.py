@@ -87,11 +87,11 @@ class Launched(Alone):
         world = get_world_group()
         self.index, self.count = int(world.rank_in_group), int(world.world_size)
 
-    def all(self, value: Value) -> list[Value]:
+    def gather(self, value: Value) -> list[Value]:
         return versions.gather(value)
 
     def compare(self, serves: bool, version: int | None) -> None:
-        self.apart = any(theirs != (True, version) for theirs in self.all((serves, version)))
+        self.apart = any(theirs != (True, version) for theirs in self.gather((serves, version)))
 
 
 class OfflineControls:

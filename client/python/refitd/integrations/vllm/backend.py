@@ -37,12 +37,12 @@ from ...errors import FailedPrecondition
 from ...layout import TensorSpec, devices
 from ...serving.ahead import Portion, as_before, prepack
 from ...serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of, zero_padding
-from ...serving.evidence import ATTRIBUTE, KEPT
+from ...serving.evidence import EVIDENCE_ATTRIBUTE, KEPT_ATTRIBUTE
 from ...serving.proof import Probe, token_ids, tokens_for, union_over
 from ...serving.rank import PREPARE_SECONDS, Rank, TakeUp
 from ...serving import Settings, read_manifest
 from . import versions
-from .versions import CONFIGURATION, current_config, make_exportable, set_backend
+from .versions import CONFIG_ATTRIBUTE, current_config, make_exportable, set_backend
 
 
 # The argument of `init_transfer_engine`: the fields of refitd.serving.Settings that ranks take, where "" leaves the environment's value. `drivers`:
@@ -78,12 +78,13 @@ class RefitdBackend(WeightTransferEngine):
         self.parallel_config, self._vllm_config = versions.init_arguments(arguments)
         self.model: Any = arguments[-1]
         if self._vllm_config is None:
-            self._vllm_config = getattr(self.model, CONFIGURATION, None)
+            self._vllm_config = getattr(self.model, CONFIG_ATTRIBUTE, None)
         parameters = list(self.model.parameters())
         self.device: Any = parameters[0].device
-        clean = getattr(self.model, ATTRIBUTE, None) is None  # random weights otherwise
+        # A model with evidence came from refitd's loader, which fills it with random weights.
+        clean = getattr(self.model, EVIDENCE_ATTRIBUTE, None) is None
         set_backend(self)
-        kept = getattr(self.model, KEPT, None)
+        kept = getattr(self.model, KEPT_ATTRIBUTE, None)
         take_up = None if kept is None else TakeUp(kept, self._decide_kept, self._prove_kept, versions.gather)
         self.rank = Rank(
             self.device, client="vllm", clean=clean, decide=self._decide, process=self._process, aside=self._aside, logits=self._logits,
@@ -229,7 +230,7 @@ class RefitdBackend(WeightTransferEngine):
 
     def _process_attention(self, delivery: Delivery) -> None:
         """Attention layers keep values that are made of other layers' weights. vLLM's reload makes them anew; without a reload, this does."""
-        evident = getattr(self.model, ATTRIBUTE, None)
+        evident = getattr(self.model, EVIDENCE_ATTRIBUTE, None)
         for layer in delivery.attention:
             if evident is None or evident.get(id(layer)):
                 with torch.no_grad():

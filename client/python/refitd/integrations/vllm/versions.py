@@ -33,7 +33,7 @@ from ...serving.evidence import Snapshot, note_changes
 from ...serving.proof import gathered, union_over
 
 # The attribute of a model that has vLLM's configuration, which backends of vLLM until 0.24 are not given.
-CONFIGURATION = "_refitd_vllm_config"
+CONFIG_ATTRIBUTE = "_refitd_vllm_config"
 
 
 def register_backend(name: str, module: str, class_name: str) -> None:
@@ -471,7 +471,7 @@ def _loader_class(find_kept: FindKept) -> Any:
             model = super().load_model(vllm_config, *arguments, **options)
             find = functools.partial(find_kept, vllm_config.parallel_config, next(model.parameters()).device)
             note_changes(model, self._before, find if Settings.of().in_arenas else None, sys.modules[__name__])
-            object.__setattr__(model, CONFIGURATION, vllm_config)
+            object.__setattr__(model, CONFIG_ATTRIBUTE, vllm_config)
             del self._before
             return model
 
