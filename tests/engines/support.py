@@ -394,9 +394,12 @@ def update(engine: EngineProcess, trainer: CheckpointTrainer, version: int, chec
 
 
 def check_holds(engine: EngineProcess, expected: tuple[Tokens, Any], version: int) -> None:
-    """The engine has the parameters and gives the tokens of an engine that loaded the checkpoint itself; `expected` is of fresh()."""
+    """The engine has the parameters and gives the tokens of an engine that loaded the checkpoint itself; `expected` is of fresh(). On a GPU an engine with
+    experts answers the same prompts differently from call to call, so that one of five answers must be the expected one there: weights that are stale give none.
+    """
     assert not differing(engine.call("parameters"), expected[1]), f"version {version}"
-    assert expected[0].include(engine.call("generate")), f"version {version}"
+    answers = (expected[0].include(engine.call("generate")) for _ in range(5 if VLLM_ON_GPU else 1))
+    assert any(answers), f"version {version}"
 
 
 def check_five_versions(
