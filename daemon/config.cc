@@ -23,7 +23,6 @@
 #include "daemon/sockets/name_lookup.h"
 #include "transport/base/status.h"
 #include "transport/base/unique_fd.h"
-#include "transport/device_wire.h"
 
 namespace refitd {
 namespace {
@@ -155,7 +154,7 @@ constexpr std::array kSettings = {
     Setting{"cuda-nccl-library", "cuda.nccl_library", "NCCL: a path; empty: searched for"},
     Setting{"cuda-rails", "cuda.rails",
             "the most GPUs of a group that carry its bytes to other daemons over NCCL", 1,
-            static_cast<int64_t>(kMaxRails)},
+            kMaxConfiguredRails},
     Setting{"default-verification", "default_verification", "off, transfer or readback"},
     Setting{"catch-ups", "catch_ups",
             "late instances get the version from clean ones, true or false"},

@@ -229,6 +229,7 @@ std::unique_ptr<Transport> MakeTransport(const Config& config,
   cuda->detail += "; " + found;
   cuda->collectives = CollectivesOf(nccl);
   cuda->no_wire = found;
+  static_assert(kMaxConfiguredRails == kMaxRails);
   cuda->max_rails = static_cast<size_t>(config.cuda().rails());
   if (nccl.api != nullptr) {
     absl::StatusOr<std::unique_ptr<DeviceWire>> wire =

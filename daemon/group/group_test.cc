@@ -1324,7 +1324,6 @@ std::vector<int64_t> PartsOfBucket(const std::vector<int64_t>& sizes, GroupLimit
 TEST_CASE("parts are of about one size, of whole ranges, and small buckets are one") {
   using Parts = std::vector<int64_t>;
   const GroupLimits limits = PartsOf(1000, 2);
-  CHECK(PartsOfBucket({}, limits) == Parts{0});
   CHECK(PartsOfBucket({0, 0, 0, 0}, limits) == Parts{0});
   CHECK(PartsOfBucket({400, 400, 400, 400}, limits) == Parts{1600});  // too few bytes for two
   CHECK(PartsOfBucket({9000, 9000, 9000}, limits) == Parts{27000});   // too few tensors

@@ -12,7 +12,7 @@ from refitd import testing
 from server import Server
 from support import (
     CheckpointTrainer, EngineProcess, LaunchedProcesses, VLLM_ON_GPU, Tokens, check_another_model, check_holds, check_restarts, check_restarts_after,
-    check_starts_without, following, fresh, kill, restoring, update, without_weights,
+    check_starts_without, following, fresh, kill, need_gpus, restoring, update, without_weights,
 )  # fmt: skip
 from test_vllm_server import NATIVE_VERSIONS, PROMPT, ready
 
@@ -47,6 +47,7 @@ def test_two_ranks_restart(kind: type[EngineProcess], folder: Path, daemon: Any,
 def test_a_weight_that_was_changed_is_no_version(folder: Path, daemon: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of which one rank wrote to its weights before it died waits for the next version with all its ranks."""
     rank, ranks = 1, 2
+    need_gpus(ranks)
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
     expected = fresh(EngineProcess, checkpoints[1], tmp_path, dtype="bfloat16", tp=ranks)
     restoring(daemon, monkeypatch)
