@@ -148,7 +148,8 @@ class NcclCommunicator final : public WireCommunicator {
       : WireCommunicator(id, rank, size, totals),
         shared_(std::move(shared)),
         devices_(std::move(devices)),
-        moved_(devices_.size()) {
+        moved_(devices_.size()),
+        used_rails_(devices_.size()) {
     for (const int device : devices_) rails_.push_back({.device = device});
   }
 
@@ -172,8 +173,7 @@ class NcclCommunicator final : public WireCommunicator {
                                     .size = size_,
                                     .state = state(),
                                     .status = failure()};
-    for (size_t i = 0; i < devices_.size(); ++i)
-      status.rails.push_back({devices_[i], moved_[i].Get()});
+    for (size_t i = 0; i < used_rails_; ++i) status.rails.push_back({devices_[i], moved_[i].Get()});
     return status;
   }
 
@@ -275,6 +275,7 @@ class NcclCommunicator final : public WireCommunicator {
       if (rails_[i].listens.has_value()) unused.push_back(*rails_[i].listens);
     }
     rails_.resize(left);
+    used_rails_ = left;
     if (!unused.empty()) PostGivingUp(std::move(unused));
   }
 
@@ -558,6 +559,7 @@ class NcclCommunicator final : public WireCommunicator {
   const std::shared_ptr<Shared> shared_;
   const std::vector<int> devices_;
   std::vector<WireCounters> moved_;  // by device
+  std::atomic<size_t> used_rails_;   // rails_.size(), for other threads
   std::vector<Rail> rails_;          // the first of devices_, as many as every rank has
 };
 
