@@ -6,6 +6,8 @@ namespace refitd::client {
 absl::Status NameDaemon(std::string_view what, std::string_view socket,
                         const absl::Status& status) {
   if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) return status;
+  // gRPC's own deadline carries no failure. A daemon that says what its wait left has answered.
+  if (absl::IsDeadlineExceeded(status) && FailureOf(status) != Failure()) return status;
   return SuspectDaemon(Prefixed(status, "{}: daemon at {}", what, socket), socket);
 }
 

@@ -116,7 +116,8 @@ absl::StatusOr<Response> CallAndWait(Stub* stub, UnaryMethod<Stub, Request, Resp
 
 // Puts `what` and the daemon's socket before the message of UNAVAILABLE and DEADLINE_EXCEEDED,
 // because gRPC's own words for a daemon that is gone or silent name nobody, and makes the daemon a
-// suspect if the status has none. Other statuses stay as they are.
+// suspect if the status has none. Other statuses stay as they are, and so does a DEADLINE_EXCEEDED
+// that carries a failure: the daemon answered, and waited for others.
 absl::Status NameDaemon(std::string_view what, std::string_view socket, const absl::Status& status);
 
 // The status with the daemon at that socket or address as its suspect, if it has none.

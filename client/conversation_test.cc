@@ -23,6 +23,7 @@
 #include "client/descriptor_test_util.h"
 #include "client/engine.h"
 #include "client/trainer.h"
+#include "proto/grpc_status.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
 #include "transport/base/failure.h"
@@ -352,6 +353,39 @@ TEST_CASE("a refused push leaves the update open and gives its seq to the next b
   CHECK(service.calls() ==
         std::vector<std::string>{"begin 1", "push 0", "push 1", "push 1", "commit 2"});
   CHECK(trainer->group_version() == Version(1));
+}
+
+TEST_CASE("a daemon that answers whom it waited for was named as the one that did not answer") {
+  Failure waited;
+  waited.Add({SuspectRole::kEngine, "", "", std::nullopt, 0});
+  for (const bool answers : {true, false}) {
+    ScriptedTrainerService service;
+    service.OnBegin([&](const v1::BeginRequest&, v1::BeginResponse*) {
+      const absl::Status late = absl::DeadlineExceededError("waited for 0 of 1 instances complete");
+      return ToGrpc(answers ? WithFailure(late, waited) : late);
+    });
+    const Daemon daemon(&service);
+    const auto trainer = AttachTrainer(daemon);
+    const absl::Status begun = trainer->Begin({.version = Version(1)}).status();
+    CHECK(begun.code() == absl::StatusCode::kDeadlineExceeded);
+    REQUIRE(FailureOf(begun).suspects.size() == 1);
+    CHECK(FailureOf(begun).suspects[0].role ==
+          (answers ? SuspectRole::kEngine : SuspectRole::kDaemon));
+    CHECK(Message(begun).starts_with("waited for") == answers);
+  }
+}
+
+TEST_CASE("an answered deadline without a suspect makes no suspect of the daemon") {
+  ScriptedTrainerService service;
+  service.OnBegin([](const v1::BeginRequest&, v1::BeginResponse*) {
+    Failure clean;
+    clean.weights = Weights::kClean;
+    return ToGrpc(WithFailure(absl::DeadlineExceededError("waited for the program"), clean));
+  });
+  const Daemon daemon(&service);
+  const absl::Status begun = AttachTrainer(daemon)->Begin({.version = Version(1)}).status();
+  CHECK(FailureOf(begun).suspects.empty());
+  CHECK(FailureOf(begun).weights == Weights::kClean);
 }
 
 TEST_CASE("a refused asynchronous push ends the update and is what Commit returns") {

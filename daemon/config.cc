@@ -114,6 +114,10 @@ constexpr std::array kSettings = {
     Setting{"metrics-insecure", "metrics.insecure", "allow metrics without TLS, true or false"},
     Setting{"metrics-page", "metrics.page",
             "a page for browsers beside the metrics, true or false"},
+    Setting{"traces-collector", "traces.collector",
+            "HOST:PORT of OpenTelemetry's collector that gets updates' spans; empty: off"},
+    Setting{"traces-insecure", "traces.insecure", "allow traces without TLS, true or false"},
+    Setting{"traces-identity", "traces.identity", "pattern of the collector's identity"},
     Setting{"daemon-id", "daemon_id", "this daemon among others; empty: the host's name"},
     Setting{"peers-advertise", "peers.advertise", "HOST:PORT that other nodes know this daemon by"},
     Setting{"peers-listen", "peers.listen",
@@ -508,8 +512,8 @@ absl::Status CheckStaging(const Config::Staging& staging) {
 }
 
 // "HOST:PORT" with a host's name or address; nothing is resolved here.
-absl::Status CheckAdvertise(const std::string& address) {
-  constexpr size_t kMaxBytes = 128;  // other daemons get the address in a message
+absl::Status CheckHostPort(std::string_view field, const std::string& address) {
+  constexpr size_t kMaxBytes = 128;  // other daemons get peers.advertise in a message
   const size_t colon = address.rfind(':');
   const bool port = colon != std::string::npos && colon > 0 && colon + 1 < address.size() &&
                     address.find_first_not_of("0123456789", colon + 1) == std::string::npos;
@@ -517,8 +521,8 @@ absl::Status CheckAdvertise(const std::string& address) {
       address.find_first_of(std::string_view("/ \t\n\0", 5)) == std::string::npos) {
     return absl::OkStatus();
   }
-  return Error(kInvalid, "peers.advertise is \"{}\", must be HOST:PORT of at most {} bytes",
-               address, kMaxBytes);
+  return Error(kInvalid, "{} is \"{}\", must be HOST:PORT of at most {} bytes", field, address,
+               kMaxBytes);
 }
 
 absl::Status CheckPeers(const Config& config) {
@@ -530,7 +534,9 @@ absl::Status CheckPeers(const Config& config) {
                  config.daemon_id(), kMaxConfiguredDaemonId);
   }
   const Config::Peers& peers = config.peers();
-  if (!peers.advertise().empty()) REFITD_RETURN_IF_ERROR(CheckAdvertise(peers.advertise()));
+  if (!peers.advertise().empty()) {
+    REFITD_RETURN_IF_ERROR(CheckHostPort("peers.advertise", peers.advertise()));
+  }
   constexpr size_t kMaxInterfaceBytes = 15;  // IFNAMSIZ less the end
   if (peers.interface().empty() || peers.interface().size() > kMaxInterfaceBytes ||
       peers.interface().find_first_of(std::string_view("/ \t\n\0", 5)) != std::string::npos) {
@@ -538,6 +544,27 @@ absl::Status CheckPeers(const Config& config) {
                  peers.interface());
   }
   return absl::OkStatus();
+}
+
+// P9: names of groups and identities leave this host under TLS, unless somebody said otherwise.
+absl::Status CheckTraces(const Config& config) {
+  const Config::Traces& traces = config.traces();
+  const bool clear = traces.insecure() || config.tls().certificate().empty();
+  if (!traces.identity().empty()) {
+    REFITD_RETURN_IF_ERROR(CheckIdentityPattern(traces.identity(), "traces.identity"));
+    if (clear) {
+      return Error(kInvalid, "traces.identity is \"{}\", but without TLS nobody has an identity",
+                   traces.identity());
+    }
+  }
+  if (traces.collector().empty()) return absl::OkStatus();
+  REFITD_RETURN_IF_ERROR(CheckHostPort("traces.collector", traces.collector()));
+  if (!clear || traces.insecure() || config.listen().insecure()) return absl::OkStatus();
+  return Error(kInvalid,
+               "traces.collector \"{}\" has no TLS: anybody on the way could read the names of "
+               "groups. Name certificates (tls), or accept that with --traces-insecure "
+               "(traces.insecure)",
+               traces.collector());
 }
 
 absl::Status CheckCuda(const Config::Cuda& cuda) {
@@ -556,6 +583,7 @@ absl::Status CheckConfig(Config* config) {
   REFITD_RETURN_IF_ERROR(CheckNumbers(config));
   REFITD_RETURN_IF_ERROR(CheckCuda(config->cuda()));
   REFITD_RETURN_IF_ERROR(CheckPeers(*config));
+  REFITD_RETURN_IF_ERROR(CheckTraces(*config));
   REFITD_RETURN_IF_ERROR(CheckListen(config->listen()));
   REFITD_RETURN_IF_ERROR(CheckLimits(config->limits()));
   REFITD_RETURN_IF_ERROR(CheckStaging(config->staging()));

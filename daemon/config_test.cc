@@ -338,6 +338,28 @@ TEST_CASE("Metrics are off by default and take a word for being without TLS") {
   }
 }
 
+TEST_CASE(
+    "Traces are off by default, and go to a collector under TLS or take a word for being without") {
+  CHECK(Load({})->config.traces().collector().empty());
+  const std::string flag = "--traces-collector=otel.example:4317";
+  RequireInvalid(Load({flag}), "traces.collector \"otel.example:4317\" has no TLS");
+  for (const char* allowed : {"--insecure", "--traces-insecure"}) {
+    CHECK(Load({allowed, flag})->config.traces().collector() == "otel.example:4317");
+  }
+  CHECK_FALSE(Load(With(kTls, {flag}))->config.traces().insecure());
+  for (const char* address : {"otel.example", "otel.example:", ":4317", "http://otel:4317"}) {
+    INFO(address);
+    RequireInvalid(Load({"--traces-insecure", "--traces-collector", address}),
+                   std::string("traces.collector is \"") + address + "\", must be HOST:PORT");
+  }
+  const std::string identity = "--traces-identity=spiffe://prod/otel";
+  CHECK(Load(With(kTls, {flag, identity}))->config.traces().identity() == "spiffe://prod/otel");
+  RequireInvalid(Load(With(kTls, {flag, "--traces-identity=otel"})), "traces.identity");
+  RequireInvalid(Load({"--insecure", flag, identity}), "without TLS nobody has an identity");
+  RequireInvalid(Load(With(kTls, {flag, identity, "--traces-insecure"})),
+                 "without TLS nobody has an identity");
+}
+
 TEST_CASE("The page is off by default and needs the metrics' address") {
   CHECK_FALSE(Load({"--insecure", "--metrics-listen=[::1]:0"})->config.metrics().page());
   CHECK(
@@ -433,6 +455,7 @@ TEST_CASE("Validate prints the settings in force, and they load again as the sam
       Load({"--validate", "--staging-slots=7", "--log-format=json", "--limits-ready-ms=77",
             "--listen-unix-mode=0600", "--listen-tcp=localhost:1,[::1]:2", "--allowed-gids=4",
             "--metrics-listen=127.0.0.1:3", "--metrics-insecure", "--metrics-page", "--insecure",
+            "--traces-collector=localhost:4317", "--traces-identity=dns:*.b",
             "--tls-certificate=/c", "--tls-key=/k", "--tls-roots=/r", "--peers-listen=[::1]:4",
             "--peers-identity=dns:*.a", "--default-verification=transfer"});
   REQUIRE(first.ok());

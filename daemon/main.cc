@@ -50,6 +50,7 @@
 #include "daemon/sockets/process_watch.h"
 #include "daemon/sockets/tcp_listener.h"
 #include "daemon/sockets/tls_guard.h"
+#include "daemon/trace/span_exporter.h"
 #include "refitd/v1/engine.grpc.pb.h"
 #include "refitd/v1/operator.grpc.pb.h"
 #include "refitd/v1/trainer.grpc.pb.h"
@@ -76,6 +77,9 @@ constexpr std::chrono::seconds kLostGrace{2};
 constexpr std::chrono::seconds kLostLimit{8};
 // How long a connection over TCP may take for its handshake (P4).
 constexpr Duration kHandshakeLimit = std::chrono::seconds(10);
+constexpr Duration kTraceInterval = std::chrono::hours(1);
+// How long the spans of the last updates may take to reach the collector.
+constexpr Duration kTraceGrace = std::chrono::seconds(2);
 // Calls of a connection at a time, beside unanswered buckets of one rank.
 constexpr int kOtherStreams = 256;
 
@@ -628,6 +632,54 @@ absl::StatusOr<std::unique_ptr<MetricsServer>> StartMetrics(const Config& config
   return MetricsServer::Start(std::move(options));
 }
 
+// Null: the configuration names no collector of traces. `metrics` and `daemon` must outlive the
+// exporter's thread, which StopTraces ends.
+absl::StatusOr<std::shared_ptr<SpanExporter>> StartTraces(const Config& config,
+                                                          const CertificateStore* certificates,
+                                                          Metrics* metrics, Daemon* daemon) {
+  const Config::Traces& traces = config.traces();
+  if (traces.collector().empty()) return nullptr;
+  SpanExporterOptions options;
+  options.collector = traces.collector();
+  options.daemon_id = config.daemon_id();
+  options.dial = [traces, certificates] {
+    const bool clear = traces.insecure() || certificates == nullptr;
+    return grpc::CreateChannel(traces.collector(),
+                               clear ? grpc::InsecureChannelCredentials()
+                                     : TlsChannel(*certificates->Current(), traces.identity()));
+  };
+  options.complete = [daemon](const std::string& group, UpdateTrace* trace) {
+    v1::GetUpdateStatisticsRequest statistics;
+    statistics.set_group(group);
+    v1::GetGroupRequest details;
+    details.set_group(group);
+    // The group may be deleted by now.
+    const auto buckets = GetUpdateStatistics(daemon, statistics);
+    if (buckets.ok()) trace->Add(*buckets);
+    const auto nodes = GetGroup(daemon, details);
+    if (nodes.ok()) trace->Add(nodes->group());
+  };
+  options.count = [metrics](bool exported) { metrics->SpansEnded(exported); };
+  options.log = [](const std::string& line) { LogWarning("{}", line); };
+  options.now_ns = [] {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+  };
+  auto exporter = std::make_shared<SpanExporter>(std::move(options));
+  // Changes of state come at once; the interval is that of progress, which spans do not have.
+  REFITD_RETURN_IF_ERROR(
+      daemon->operators().Watch({.group = "", .interval = kTraceInterval}, exporter).status());
+  LogInfo("traces: to {}", traces.collector());
+  return exporter;
+}
+
+struct StopTraces {
+  std::shared_ptr<SpanExporter> exporter;
+  ~StopTraces() {
+    if (exporter != nullptr) exporter->Stop(kTraceGrace);
+  }
+};
+
 // The services of the daemon.
 struct Services {
   Services(const Config& config, const Authorizer* authorizer, Daemon* daemon)
@@ -803,6 +855,9 @@ int Run(const Invocation& invocation, std::function<absl::StatusOr<Invocation>()
   absl::StatusOr<std::unique_ptr<MetricsServer>> metrics_server =
       StartMetrics(config, certificates->get(), &authorizer, &metrics, &daemon);
   if (!metrics_server.ok()) return Fail(metrics_server.status());
+  const auto traces = StartTraces(config, certificates->get(), &metrics, &daemon);
+  if (!traces.ok()) return Fail(traces.status());
+  const StopTraces stop_traces{*traces};
   if (!StartServers(config, certificates->get(), &services, &servers)) {
     return Fail(absl::InternalError("the gRPC server does not start"));
   }

@@ -188,6 +188,11 @@ void Metrics::Restored(const std::string& group, bool unchanged) {
   if (counts != nullptr) ++counts->restores[unchanged ? 0 : 1];
 }
 
+void Metrics::SpansEnded(bool exported) {
+  MutexLock lock(&mutex_);
+  ++traced_[exported ? 1 : 0];
+}
+
 void Metrics::GroupGone(const std::string& group) {
   MutexLock lock(&mutex_);
   groups_.erase(group);
@@ -438,9 +443,11 @@ std::vector<MetricFamily> Metrics::Collect(
   // for it.
   std::map<std::string, GroupCounts> groups;
   uint64_t dropped = 0;
+  std::array<uint64_t, 2> traced{};
   for (;;) {
     MutexLock lock(&mutex_);
     dropped = dropped_;
+    traced = traced_;
     const auto next =
         groups.empty() ? groups_.begin() : groups_.upper_bound(groups.rbegin()->first);
     if (next == groups_.end()) break;
@@ -457,6 +464,11 @@ std::vector<MetricFamily> Metrics::Collect(
   }
   families.Counter("refitd_dropped_reports_total",
                    "Events that were not counted, since there were too many groups.", {}, dropped);
+  for (const bool exported : {false, true}) {
+    families.Counter("refitd_traced_updates_total",
+                     "Updates whose spans traces.collector took, or that were dropped.",
+                     {{"result", exported ? "exported" : "dropped"}}, traced[exported ? 1 : 0]);
+  }
   if (const absl::StatusOr<ProcessStats> process = ReadProcessStats(); process.ok()) {
     families.Gauge("process_open_fds", "Open file descriptors.", {}, process->descriptors);
     families.Gauge("process_threads", "Threads.", {}, process->threads);

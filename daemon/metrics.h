@@ -61,6 +61,8 @@ class Metrics : public DaemonObserver {
   void InstanceEvicted(const std::string& group, std::string_view reason) override;
   void Restored(const std::string& group, bool unchanged) override;
   void GroupGone(const std::string& group) override;
+  // An update's spans went to the collector; else they were dropped.
+  void SpansEnded(bool exported);
 
   // Everything that a scrape shows, with the state that `status` returns. A group of `status` that
   // has no reports yet gets zeros, since rates need a first value.
@@ -123,6 +125,7 @@ class Metrics : public DaemonObserver {
   mutable Mutex mutex_;
   std::map<std::string, GroupCounts> groups_ ABSL_GUARDED_BY(mutex_);
   uint64_t dropped_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::array<uint64_t, 2> traced_ ABSL_GUARDED_BY(mutex_){};  // updates: dropped, exported
 };
 
 }  // namespace refitd

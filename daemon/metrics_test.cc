@@ -343,6 +343,14 @@ TEST_CASE("A joined daemon, which does not know the instances, shows none") {
   CHECK(SeriesNaming(text, "refitd_instances_ready") == 0);
 }
 
+TEST_CASE("Updates whose spans were exported and dropped are counted") {
+  Metrics metrics(8);
+  CHECK_THAT(TextOf(metrics), Contains("refitd_traced_updates_total{result=\"dropped\"} 0\n"));
+  for (const bool exported : {true, false, true}) metrics.SpansEnded(exported);
+  CHECK_THAT(TextOf(metrics), Contains("refitd_traced_updates_total{result=\"dropped\"} 1\n") &&
+                                  Contains("refitd_traced_updates_total{result=\"exported\"} 2\n"));
+}
+
 TEST_CASE("Evictions are counted by cause") {
   Metrics metrics(8);
   metrics.InstanceEvicted("policy", kReasonDeadline);

@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Prints the bill of materials of a wheel as CycloneDX 1.6: what its programs link and have compiled in, with versions and licences.
 
-usage: tools/sbom.py WHEEL      the tarball and the .deb carry the same
+usage: tools/sbom.py WHEEL      the tarball, the .deb and the .rpm carry the same
 
 The list is that of tools/wheel_licenses.py, which asks the loader and dpkg when the wheel is made. Licences are SPDX expressions, of
 third_party/licenses.csv. SOURCE_DATE_EPOCH fixes the time, so that equal wheels give equal bills.

@@ -21,10 +21,11 @@ bool SameElements(const TensorSpec& a, const TensorSpec& b) {
 }
 
 absl::Status Disagree(const TensorSpec& tensor, std::string_view who, std::string_view verb,
-                      const TensorSpec& known, std::string_view declared_by) {
+                      const TensorSpec& known, std::string_view declared_by,
+                      std::string_view advice) {
   return AboutTensor(
-      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} {} {}, but {} declared {}",
-            tensor.name, who, verb, Describe(tensor), declared_by, Describe(known)),
+      Error(absl::StatusCode::kFailedPrecondition, "tensor '{}': {} {} {}, but {} declared {}{}",
+            tensor.name, who, verb, Describe(tensor), declared_by, Describe(known), advice),
       tensor.name);
 }
 
@@ -126,7 +127,7 @@ absl::Status Catalog::CheckAgreement() const {
         first = &ranks_[r];
         known = spec->second;
       } else if (*spec->second != *known) {
-        return Disagree(*spec->second, ranks_[r].label, "declares", *known, first->label);
+        return Disagree(*spec->second, ranks_[r].label, "declares", *known, first->label, "");
       }
     }
   }
@@ -300,7 +301,7 @@ absl::Status Catalog::Check(const TensorSpec& tensor, const std::vector<bool>& e
   if (declared != uses.end() && !SameElements(table_->spec(*declared), tensor)) {
     const TensorSpec* known = nullptr;
     const Rank* rank = FirstRank(uses, &known);
-    return Disagree(tensor, "the bucket", "has", *known, rank->label);
+    return Disagree(tensor, "the bucket", "has", *known, rank->label, CastAdvice(tensor, *known));
   }
   REFITD_RETURN_IF_ERROR(CheckSource(tensor));
   // Instances of one kind know the same tensors, so each kind is looked at once; instances are
@@ -331,9 +332,10 @@ absl::Status Catalog::CheckSource(const TensorSpec& tensor) const {
   for (const TensorSpec* const derived : DeclaredFrom(tensor.name)) {
     const TensorSpec& from = derived->derived->from;
     if (!SameElements(from, tensor)) {
-      return AboutTensor(Precondition("tensor '{}': the bucket has {}, but '{}' is derived from {}",
-                                      tensor.name, Describe(tensor), derived->name, Describe(from)),
-                         tensor.name);
+      return AboutTensor(
+          Precondition("tensor '{}': the bucket has {}, but '{}' is derived from {}{}", tensor.name,
+                       Describe(tensor), derived->name, Describe(from), CastAdvice(tensor, from)),
+          tensor.name);
     }
     if (!table_->engine_only(derived->name)) continue;
     return AboutTensor(Precondition("tensor '{}' is engine-only in the group's spec, and derived "

@@ -2099,10 +2099,11 @@ TEST_CASE("an engine that reports an absurd version holds up no Begin") {
     CHECK(g.Instance("a").version == Version(1));
     const CallId begin = g.Begin(trainer, 1);
     CHECK(g.Code(begin) == kPrecondition);
-    CHECK_THAT(g.Text(begin), Contains("version: 1 is not greater than the group's 1") &&
-                                  Contains("instance a holds it") &&
-                                  Contains("begin a greater version") &&
-                                  Contains("CreateGroup(replace)"));
+    CHECK_THAT(g.Text(begin),
+               Contains("version: 1 is not greater than the group's 1") &&
+                   Contains("instance a holds it") &&
+                   Contains("begin a greater version, such as a trainer's next_version") &&
+                   Contains("CreateGroup(replace)"));
   }
   SECTION("without an instance that holds it, that is said") {
     CHECK_THAT(g.Text(g.Begin(trainer, 0)), Contains("no instance holds it any more"));

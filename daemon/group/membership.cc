@@ -570,7 +570,7 @@ std::vector<std::string> Membership::Missing(const HasBegun& begun) const {
   return missing;
 }
 
-// The ranks that Missing names.
+// The ranks that Missing names, and an engine without a name where instances have yet to attach.
 void Membership::SuspectMissing(const HasBegun& begun, Failure* failure) const {
   for (int rank = 0; rank < spec_.trainer_ranks; ++rank) {
     if (!begun(rank)) failure->Add({SuspectRole::kTrainer, "", "", rank, 0});
@@ -586,6 +586,9 @@ void Membership::SuspectMissing(const HasBegun& begun, Failure* failure) const {
         failure->Add(SuspectOf(*member));
       }
     }
+  }
+  if (static_cast<int>(instances_.size()) < spec_.min_instances) {
+    failure->Add({SuspectRole::kEngine, "", "", std::nullopt, 0});
   }
 }
 

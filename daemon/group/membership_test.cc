@@ -93,6 +93,22 @@ TEST_CASE("a member that was lost is released when no copy touches its memory an
   CHECK(std::get<ReleaseMember>(a.actions.back()).member == MemberId(1));
 }
 
+TEST_CASE("where no engine ever attached, the one that is missing is a suspect without a name") {
+  Attached a;
+  const auto suspects = [&a] {
+    Failure failure;
+    a.members.SuspectMissing([](int) { return true; }, &failure);
+    return failure.suspects;
+  };
+  REQUIRE(suspects().size() == 1);
+  CHECK(suspects()[0] == Suspect{SuspectRole::kEngine, "", "", std::nullopt, 0});
+  a.Engine("i", 1, 0, 2);  // its other rank is missing now
+  REQUIRE(suspects().size() == 1);
+  CHECK(suspects()[0] == Suspect{SuspectRole::kEngine, "", "i", 1, 0});
+  a.Engine("i", 2, 1, 2);
+  CHECK(suspects().empty());
+}
+
 TEST_CASE("a node that is kept out is let in again when its last member left") {
   Attached a;
   a.Engine("i", 1, 0, 1, -1, NodeId(3));

@@ -83,8 +83,9 @@ void Slots::RefuseAll(const absl::Status& why) {
 void Slots::RefuseOverdue() {
   std::erase_if(waiters_, [this](const Waiter& waiter) {
     if (waiter.deadline > out_.now()) return false;
-    out_.Refuse(waiter.call,
-                Error(absl::StatusCode::kDeadlineExceeded, "no slot came free: {}", Holders()));
+    out_.Refuse(waiter.call, WithFailure(Error(absl::StatusCode::kDeadlineExceeded,
+                                               "no slot came free: {}", Holders()),
+                                         SuspectHolders()));
     requests_.NoteCall();
     return true;
   });
@@ -163,6 +164,23 @@ std::string Slots::Holders() const {
                                   slot.state == SlotState::kFree ? "" : " by " + slot.holder));
   }
   return Few(holders);
+}
+
+// The members that Holders names.
+Failure Slots::SuspectHolders() const {
+  Failure failure;
+  failure.may_be_retried = true;
+  const auto suspect = [&](MemberId id) {
+    if (const Member* member = members_.Find(id); member != nullptr) {
+      failure.Add(SuspectOf(*member));
+    }
+  };
+  for (int i = 0; i < ledger_.slots(); ++i) {
+    const SlotLedger::Slot& slot = ledger_.slot(SlotIndex(static_cast<uint32_t>(i)));
+    if (slot.state == SlotState::kLeased) suspect(slot.holder);
+    for (const MemberId reader : slot.readers) suspect(reader);
+  }
+  return failure;
 }
 
 // P6: the ledger's readers are the members that may still read, each under the ledger's grant.

@@ -82,6 +82,7 @@ class Slots {
   std::vector<SlotView> View() const;
   // Who holds the slots, for messages.
   std::string Holders() const;
+  Failure SuspectHolders() const;
   void CheckInvariants() const;
 
  private:

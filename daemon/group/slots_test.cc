@@ -87,6 +87,8 @@ TEST_CASE("a wait for a slot ends at its deadline, and the error names the holde
   p.slots.RefuseOverdue();
   REQUIRE(p.Code(1) == absl::StatusCode::kDeadlineExceeded);
   CHECK(std::string(p.Answer(1)->status.message()).find("by the update") != std::string::npos);
+  CHECK(FailureOf(p.Answer(1)->status).suspects.empty());
+  CHECK(FailureOf(p.Answer(1)->status).may_be_retried);
   CHECK_FALSE(p.slots.NextDeadline().has_value());
 }
 
@@ -97,6 +99,7 @@ TEST_CASE("a slot is free again when its last reader is done, or lost (P6)") {
   CHECK(p.slots.IsStaging(*slot));
   p.slots.Publish(*slot, update, PartSeq(0), {p.reader});
   p.slots.CheckInvariants();
+  CHECK(p.slots.SuspectHolders().suspects.size() == 1);
   CHECK(p.slots.free() == 3);
   CHECK_FALSE(p.slots.Acknowledge({p.reader, update, PartSeq(1)}));
   CHECK(p.slots.Acknowledge({p.reader, update, PartSeq(0)}));

@@ -23,8 +23,9 @@ absl::Status Versions::CheckGreater(Version wanted) const {
   const auto holds = std::find_if(instances.begin(), instances.end(),
                                   [this](const auto& i) { return IsCurrent(i.second); });
   return Precondition(
-      "version: {} is not greater than the group's {} ({}): begin a greater version, or start a "
-      "new incarnation with CreateGroup(replace), as `refitctl group replace` and on_older= do",
+      "version: {} is not greater than the group's {} ({}): begin a greater version, such as a "
+      "trainer's next_version, or start a new incarnation with CreateGroup(replace), as `refitctl "
+      "group replace` and on_older= do",
       wanted, *last_,
       holds == instances.end() ? "no instance holds it any more"
                                : fmt::format("instance {} holds it", holds->first));

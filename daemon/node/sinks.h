@@ -76,6 +76,7 @@ using MemberSink = EventSink<MemberNews>;
 struct UpdateNews {
   std::string group;
   UpdateView update;
+  uint64_t incarnation = 0;  // of the group
 };
 using UpdateSink = EventSink<UpdateNews>;
 // For a watcher: whether an instance is ready now.

@@ -92,7 +92,7 @@ void Watchers::Notify(Watcher* watcher, const GroupMachine& group, std::optional
     ++views_;
   }
   watcher->sent[name] = *mark;
-  watcher->sink->Send({name, **view});
+  watcher->sink->Send({name, **view, group.incarnation()});
 }
 
 bool Watchers::EndIfIdle(const Watcher& watcher, const Machines& all) {

@@ -293,11 +293,6 @@ std::string RenderEnded(const v1::UpdateStatus& update) {
 
 }  // namespace
 
-bool HasEnded(const v1::UpdateStatus& update) {
-  return update.outcome() == v1::UPDATE_OUTCOME_COMMITTED ||
-         update.outcome() == v1::UPDATE_OUTCOME_ABORTED;
-}
-
 bool IsComplete(const v1::InstanceStatus& instance) {
   // In these states an instance lacks ranks; docs/protocol.md lists all states.
   return instance.state() != "forming" && instance.state() != "forming_dirty" &&

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "daemon/refitctl/format.h"
+#include "daemon/trace/update_trace.h"
 #include "refitd/v1/operator.pb.h"
 
 namespace refitd::refitctl {
@@ -34,8 +35,6 @@ std::string RenderBuckets(const v1::GetUpdateStatisticsResponse& statistics);
 
 // One line about an update: running (with progress) or ended (with its outcome).
 std::string RenderUpdate(const v1::UpdateStatus& update, const ProgressMeter& meter);
-
-bool HasEnded(const v1::UpdateStatus& update);
 
 // Whether every rank is attached and, for in-place delivery, has a layout: the instance takes
 // part in updates.

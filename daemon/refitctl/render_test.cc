@@ -491,7 +491,7 @@ std::vector<std::string> SpansOf(const std::string& trace) {
 TEST_CASE(
     "a trace of watched updates has phases, and what is recorded of ranks, daemons and links") {
   UpdateTrace trace;
-  v1::UpdateStatus update = Update(9, 5, 0, 0);
+  v1::UpdateStatus update = Update(9, 5, 1 << 20, 0);
   update.set_state("preparing");
   CHECK_FALSE(trace.Watch(update, 100));
   update.set_state("data");
@@ -527,7 +527,7 @@ TEST_CASE(
   send->set_bytes(1 << 20);
   trace.Add(group);
 
-  CHECK(SpansOf(trace.Json()) ==
+  CHECK(SpansOf(ChromeTrace(trace.Updates())) ==
         std::vector<std::string>{"updates: v5 committed 0+500", "phases: preparing 0+100",
                                  "phases: data 100+400", "a: paused 497+3",
                                  "rank 1: bucket 0 100+100", "rank 1: bucket 1 200+200",
@@ -538,10 +538,11 @@ TEST_CASE("a trace of an update that was not watched has no phases") {
   UpdateTrace trace;
   v1::GetUpdateStatisticsResponse statistics;
   trace.Add(statistics);  // there was no update yet
-  CHECK(SpansOf(trace.Json()).empty());
+  CHECK(SpansOf(ChromeTrace(trace.Updates())).empty());
   *statistics.mutable_update() = Ended(Update(9, 5, 0, 0.5), true);
   trace.Add(statistics);
-  CHECK(SpansOf(trace.Json()) == std::vector<std::string>{"updates: v5 committed 0+500"});
+  CHECK(SpansOf(ChromeTrace(trace.Updates())) ==
+        std::vector<std::string>{"updates: v5 committed 0+500"});
 }
 
 }  // namespace

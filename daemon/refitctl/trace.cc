@@ -63,7 +63,7 @@ int RunTrace(const GlobalOptions& global, const TraceOptions& options) {
   const absl::Status status = options.updates > 0 ? Follow(global, client, options, &trace)
                                                   : AddLast(client, options.group, &trace);
   if (!status.ok()) return Fail(status);
-  Print(trace.Json());
+  Print(ChromeTrace(trace.Updates()));
   return kExitOk;
 }
 

@@ -14,6 +14,7 @@
 #include "absl/container/inlined_vector.h"
 #include "transport/base/failure.h"
 #include "transport/base/status.h"
+#include "transport/plan/name_advice.h"
 
 namespace refitd {
 namespace {
@@ -233,9 +234,10 @@ absl::StatusOr<DerivedLayouts::List> DerivedLayouts::ListOf(const TensorList::Li
       if (from != tensor->derived->from) {
         return AboutTensor(
             Error(absl::StatusCode::kFailedPrecondition,
-                  "tensor {}: engines derive it from {} as {}, and trainers have {}", tensor->name,
-                  from.name, ToString(tensor->derived->from.dtype, tensor->derived->from.shape),
-                  ToString(from.dtype, from.shape)),
+                  "tensor {}: engines derive it from {} as {}, and trainers have {}{}",
+                  tensor->name, from.name,
+                  ToString(tensor->derived->from.dtype, tensor->derived->from.shape),
+                  ToString(from.dtype, from.shape), CastAdvice(from, tensor->derived->from)),
             tensor->name);
       }
       list.computed[t].push_back(static_cast<uint32_t>(tensors.size() + added.size()));

@@ -41,4 +41,13 @@ std::string NameAdvice(std::string_view name, const std::function<bool(std::stri
   return fmt::format("; {}", otherwise);
 }
 
+std::string CastAdvice(const TensorSpec& trainers, const TensorSpec& engines) {
+  const bool derived = trainers.derived != nullptr || engines.derived != nullptr;
+  if (derived || trainers.dtype == engines.dtype || trainers.shape != engines.shape) return "";
+  return fmt::format(
+      "; a trainer's register(dtype=) casts to {} on the way, and what is pushed by itself is cast "
+      "before",
+      DTypeName(engines.dtype));
+}
+
 }  // namespace refitd

@@ -1,10 +1,13 @@
-// Messages about a tensor that one side lacks end with this advice. Pure; thread-safe.
+// Messages about a tensor that one side lacks, or has in another dtype, end with this advice. Pure;
+// thread-safe.
 #ifndef REFITD_TRANSPORT_PLAN_NAME_ADVICE_H_
 #define REFITD_TRANSPORT_PLAN_NAME_ADVICE_H_
 
 #include <functional>
 #include <string>
 #include <string_view>
+
+#include "transport/plan/layout.h"
 
 namespace refitd {
 
@@ -21,6 +24,10 @@ inline constexpr std::string_view kAdviceEngineOnly =
 // is said; else `otherwise`, the advice for a name that is really unknown.
 std::string NameAdvice(std::string_view name, const std::function<bool(std::string_view)>& known,
                        std::string_view otherwise);
+
+// Returns the end of a message, "; ...", that names what casts, where a trainer's tensor and an
+// engine's differ in their dtypes alone; else "".
+std::string CastAdvice(const TensorSpec& trainers, const TensorSpec& engines);
 
 }  // namespace refitd
 

@@ -432,6 +432,7 @@ class Router {
     struct First {
       const TensorSpec* spec = nullptr;
       const std::string* label = nullptr;
+      const Side* side = nullptr;
     };
     std::vector<First> firsts(plan_.tensors.size());
     for (const Side* side : {&sources_, &destinations_}) {
@@ -441,10 +442,11 @@ class Router {
           const uint32_t t = side->tensor_of[l][i];
           First& first = firsts[t];
           if (first.spec == nullptr) {
-            first = {&spec, &LabelOf(*side, l)};
+            first = {&spec, &LabelOf(*side, l), side};
           } else if (*first.spec != spec && (*reasons)[t].empty()) {
-            (*reasons)[t] = fmt::format("{} in {}, {} in {}", Describe(*first.spec), *first.label,
-                                        Describe(spec), LabelOf(*side, l));
+            (*reasons)[t] = fmt::format("{} in {}, {} in {}{}", Describe(*first.spec), *first.label,
+                                        Describe(spec), LabelOf(*side, l),
+                                        first.side == side ? "" : CastAdvice(*first.spec, spec));
           }
         }
       }

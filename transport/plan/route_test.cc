@@ -440,11 +440,15 @@ TEST_CASE("A disagreement about dtype or shape names the tensor and both sides")
   const LayoutPtr a = of(DType::kBFloat16, {4});
   const LayoutPtr b = of(DType::kFloat16, {4});
   const LayoutPtr c = of(DType::kBFloat16, {5});
-  CHECK_THAT(CompileError({Trainer(a, 0)}, {Engine(b, 1)}),
-             Contains("tensor w") && Contains("bfloat16 [4] in trainer 0") &&
-                 Contains("float16 [4] in engine 0"));
+  CHECK_THAT(
+      CompileError({Trainer(a, 0)}, {Engine(b, 1)}),
+      Contains("tensor w") && Contains("bfloat16 [4] in trainer 0") &&
+          Contains("float16 [4] in engine 0; a trainer's register(dtype=) casts to float16"));
   CHECK_THAT(CompileError({Trainer(a, 0), Trainer(c, 0, 1)}, {Engine(a, 1)}),
              Contains("bfloat16 [4] in trainer 0") && Contains("bfloat16 [5] in trainer 1"));
+  // No cast makes a tensor of another shape, and none is between two trainers.
+  CHECK_THAT(CompileError({Trainer(c, 0)}, {Engine(b, 1)}), !Contains("dtype="));
+  CHECK_THAT(CompileError({Trainer(a, 0), Trainer(b, 0, 1)}, {Engine(a, 1)}), !Contains("dtype="));
 }
 
 TEST_CASE("An element that no trainer holds is named") {

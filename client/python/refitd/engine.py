@@ -152,9 +152,9 @@ class Committed:
     read back. `content`: the version whose content it is: None where that is `version` itself, an earlier one of a rollback."""
 
     version: int
-    incarnation: int
+    incarnation: int = field(repr=False)
     owner: str = ""
-    digest: int = 0
+    digest: int = field(default=0, repr=False)
     content: int | None = None
 
 

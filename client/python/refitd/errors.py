@@ -38,7 +38,8 @@ ROLES = ("", "trainer", "engine", "daemon", "operator")
 class Suspect:
     """Who is held to have caused a failure, or was waited for. What is not known is "" or None.
 
-    `role`: one of ROLES. `daemon`: its id, else its address; of a member, the daemon that it is attached to. `instance`: an engine's.
+    `role`: one of ROLES. `daemon`: its id, else its address; of a member, the daemon that it is attached to. `instance`: an engine's; "" for one
+    that never attached.
     `rank`: None for a daemon, and for an instance as a whole. `pid`: on the daemon's machine.
     """
 
@@ -51,6 +52,8 @@ class Suspect:
     def __str__(self) -> str:
         rank = "" if self.rank is None else f" rank {self.rank}"
         if self.role == "engine":
+            if not self.instance:
+                return "an engine"
             return f"engine {self.instance}{rank}" if rank else f"instance {self.instance}"
         if self.role == "daemon":
             return f"daemon {self.daemon}"
@@ -98,7 +101,7 @@ class Error(Exception):
 
     `status`: the gRPC status.
     `culprit`: who or what caused the failure, as far as it is known: "tensor 'w'", "parameter 'w'", "module 'm'", "trainer rank 3",
-    "engine a rank 0", "instance a", "process 1" (of a launcher's), "daemon NAME", or the name of an argument or file; else None.
+    "engine a rank 0", "instance a", "an engine" (none attached), "process 1" (of a launcher's), "daemon NAME", or the name of an argument or file; else None.
     `suspects`: who may have caused the failure, or did not answer, the likeliest first; `suspect_count` counts also those that are not
     named (more than 8).
     `dirty`: how an update ended: True where weights of engines may be torn, so that these engines serve nothing until the next

@@ -56,7 +56,8 @@ class UpdateResult:
     """A committed update.
 
     `bytes`: how much tensor data all trainer ranks moved. `seconds`: from the first rank's begin to the decision, by the daemon's
-    clock. `instances`: those that took part; empty where the commit's answer was lost with the daemon. `pushed_bytes`: by method of
+    clock. `instances`: those that took part; empty where the commit's answer was lost with the daemon. `tensors`: how many this rank
+    registered or pushed. `pushed_bytes`: by method of
     broadcast, how many of `bytes` were pushed. `left_out_tensors`, `left_out_bytes`: tensors that came and were written nowhere, because
     no engine wants them (`unwanted_tensors`) or their memory is another tensor's (tied weights); `left_out`: the names of the first 64,
     sorted. `staged_bytes`: how many bytes this rank copied first, since they lie outside of regions. `rebound`: how many names of this
@@ -73,6 +74,12 @@ class UpdateResult:
     staged_bytes: int = 0
     rebound: int = 0
     left_out: tuple[str, ...] = ()
+    tensors: int = 0
+
+    def __repr__(self) -> str:
+        rate = f"{self.bytes} bytes in {self.seconds:.3g} s"
+        left_out = f", {self.left_out_tensors} left out" if self.left_out_tensors else ""
+        return f"<UpdateResult version {self.version}: {self.tensors} tensors{left_out}, {rate}, {self.committed} of {len(self.instances)} instances>"
 
     @property
     def committed(self) -> int:
@@ -206,6 +213,7 @@ class Update:
         # Set by Trainer.update: copies the layout's bytes that are not in place, and returns how many; names that were bound anew.
         self._fill: Callable[[], int] | None = None
         self._rebound = 0
+        self._pushed: set[str] = set()  # names of what this rank pushed
         with handle as pointer:  # made by a call that is not interrupted
             self.instances = int(native.library().refit_update_instances(pointer))
             self.leasable_slots = int(native.library().refit_update_leasable_slots(pointer))
@@ -233,9 +241,9 @@ class Update:
                 wrong shape) is raised by a later push or by the commit, as this call does not wait for the daemon.
         """
         # The fast way takes most tensors of most updates: exporters yield thousands of small tensors, the same every time.
-        if shape is None and dtype is None and start == 0 and self._put_fast(name, tensor):
-            return
-        self._push(name, tensor, shape, start, dtype)
+        if not (shape is None and dtype is None and start == 0 and self._put_fast(name, tensor)):
+            self._push(name, tensor, shape, start, dtype)
+        self._pushed.add(name)
 
     def _push(self, name: str, tensor: Any, shape: Sequence[int] | None, start: int, dtype: Any) -> None:
         """Does what push() does, for any tensor."""
@@ -411,7 +419,9 @@ class Update:
         with self._lock:
             staged = self._fill() if self._fill is not None and not self.ended else 0
             result = self._end(native.library().refit_update_refit)
-            self.result = replace(result, staged_bytes=staged, rebound=self._rebound)
+            registration = self._trainer._registration
+            sent = self._pushed.union(() if registration is None else (spec.name for spec in registration.tensors))
+            self.result = replace(result, staged_bytes=staged, rebound=self._rebound, tensors=len(sent))
             return self.result
 
     def _end(self, function: Callable[..., int], *arguments: int) -> UpdateResult:
@@ -419,7 +429,7 @@ class Update:
             raw = native.sized(native.refit_commit_result)
             with self._handle as update:
                 check(function(update, *arguments, byref(raw)), self._label)
-                self.result = result_of(raw, "update", update)
+                self.result = replace(result_of(raw, "update", update), tensors=len(self._pushed))
             self._handle.close()
 
         with self._lock:
@@ -774,12 +784,13 @@ class Trainer(Member):
             registration = self._registration
         common = _common(version, duration_seconds, verification, evict_late, hold)
         pushed = registration.pushed_tensors if registration is not None else None
+        tensors = len(registration.tensors) if registration is not None else 0
         if pushed is not None or noted:
             with self._begin(version, native.sized(native.refit_begin_options, note=noted, **common), with_layout=True) as update:
                 if pushed is not None:
                     pushed.push(update)
             assert update.result is not None
-            return replace(update.result, staged_bytes=staged, rebound=rebound)
+            return replace(update.result, staged_bytes=staged, rebound=rebound, tensors=tensors)
         options, raw = native.sized(native.refit_refit_options, **common), native.sized(native.refit_commit_result)
 
         def refit(handle: int) -> UpdateResult:
@@ -789,7 +800,7 @@ class Trainer(Member):
             else:
                 status = native.library().refit_trainer_refit(handle, byref(options), byref(raw))
             check(status, f"{self.label}, version {version}")
-            return result_of(raw, "trainer", handle, staged, rebound)
+            return replace(result_of(raw, "trainer", handle, staged, rebound), tensors=tensors)
 
         self._refitting = version
         try:

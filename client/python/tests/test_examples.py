@@ -94,3 +94,19 @@ def run_both(daemon, engine, trainer, options, first):
     assert sorted(had) == list(range(first, first + VERSIONS))
     assert len(set(had.values())) == VERSIONS
     assert held == had
+
+
+def test_a_plain_module_computes_what_the_trainers_does(daemon):
+    engine, trainer = (Running(daemon.socket, f"torch_{side}.py", "plain") for side in ("engine", "trainer"))
+    try:
+        wait_for([engine, trainer])
+        held, had = (dict(re.findall(r"^(version \d+) says (.*)$", side.text(), re.M)) for side in (engine, trainer))
+        results = re.findall(r"^<UpdateResult version (\d): 4 tensors, 848 bytes in [\d.e-]+ s, 1 of 1 instances>$", trainer.text(), re.M)
+        loop = engine.text().splitlines()[-1]
+    finally:
+        engine.end()
+        trainer.end()
+    assert list(had) == ["version 1", "version 2", "version 3"] and len(set(had.values())) == 3
+    assert held.items() <= had.items() and "version 3" in held  # a version may be overtaken by the next
+    assert results == ["1", "2", "3"]
+    assert re.fullmatch(r"<EngineLoop engine rank 0 of instance engine-0.*: version 3, 4 tensors, 848 bytes, paused [\d.e-]+ s>", loop), loop

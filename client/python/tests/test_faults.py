@@ -185,6 +185,16 @@ class KilledMemberTest(DaemonTest):
         self.assertEqual((error.version, error.retriable, error.tensor), (1, True, None))
         self.assertEqual((error.dirty_instances, error.dirty_count), ((), 0))
 
+    def test_a_refit_without_any_engine_blamed_the_daemon_that_had_answered(self):
+        trainer = self.trainer()
+        trainer.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])
+        with self.assertRaisesRegex(refitd.DeadlineExceeded, "0 of 1 instances complete") as caught:
+            trainer.refit(1, duration_seconds=0.3)
+        error = caught.exception
+        self.assertEqual((error.culprit, error.dirty, error.retriable), ("an engine", False, True))
+        self.assertEqual([suspect.role for suspect in error.suspects], ["engine"])
+        self.assertNotIn("daemon at", str(error))
+
     def test_a_reason_that_calls_weights_whole_made_a_dirty_engine_read_as_whole(self):
         trainer, engine = self.trainer(), self.engine()
         engine.register_layout([SPEC], [whole(refitd.Region(64), SPEC)])

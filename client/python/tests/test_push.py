@@ -299,7 +299,7 @@ class PushTest(DaemonTest):
                 (b"abc", dict(shape=(4,), start=2), "beyond the shape"),
                 (b"abc", dict(start=1), "without a shape"),
                 (b"abc", dict(dtype="float32"), "whole elements of float32"),
-                (array.array("f", [1]), dict(dtype="bfloat16"), "cast it before"),
+                (array.array("f", [1]), dict(dtype="bfloat16"), "dtype= says what raw bytes .* cast the tensor before"),
                 (b"abcd", dict(dtype="float31"), "none of"),
             ):
                 with self.subTest(message), self.assertRaisesRegex(refitd.InvalidArgument, f"tensor 'w'.*{message}"):
@@ -366,6 +366,7 @@ class PushTest(DaemonTest):
             for name, value in source.items():
                 update.push(name, value)
         self.assertEqual([bytes(memoryview(held[name])) for name in held], [source["w"], bytes(4), bytes(4)])
+        self.assertRegex(repr(update.result), r"^<UpdateResult version 1: 3 tensors, 2 left out, \d+ bytes in [\d.e-]+ s, 1 of 1 instances>$")
         with self.assertRaisesRegex(refitd.FailedPrecondition, "tensor 'mtp.0.bias' is unknown"):
             with trainer.update(2) as update:
                 update.push("mtp.0.bias", b"1234")
@@ -443,7 +444,7 @@ class PushTest(DaemonTest):
         engine.register_layout(specs, [box(0, target, 0), box(1, target, 4)])
         Server(self, engine)
         result = trainer.refit(1)
-        self.assertEqual((target[:8], result.bytes), (b"12345678", 8))
+        self.assertEqual((target[:8], result.bytes, result.tensors), (b"12345678", 8, 2))
 
     def tied_engine(self):
         """An engine whose "head" is the memory of its "embed"; returns that memory."""

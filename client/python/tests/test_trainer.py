@@ -175,7 +175,7 @@ class RefitTest(DaemonTest):
         Server(self, engine)
         with ThreadPoolExecutor(2) as pool:
             results = list(pool.map(lambda trainer: trainer.refit(1), trainers))
-        self.assertEqual([result.bytes for result in results], [BYTES, BYTES])
+        self.assertEqual([(result.tensors, result.bytes) for result in results], [(1, BYTES), (1, BYTES)])
         self.assertEqual(target[:], b"\x01" * (BYTES // 2) + b"\x02" * (BYTES // 2))
 
     def test_a_missing_shard_is_an_error_that_names_tensor_and_changes_nothing(self):
@@ -225,6 +225,7 @@ class RefitTest(DaemonTest):
                 trainer.refit(version)
             self.assertEqual(caught.exception.culprit, "tensor 'w'")
             self.assertRegex(str(caught.exception), "tensor w: .* in trainer rank 0 .* in engine a rank 0")
+            self.assertEqual("register(dtype=) casts to" in str(caught.exception), other.shape == SPEC.shape)
             self.assertEqual(target[:], bytes(BYTES))
         trainer.register_layout([SPEC], [whole(source, SPEC)])
         trainer.refit(9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 import sys
@@ -448,6 +449,10 @@ class Registration:
     warning: str = ""  # the text of the StagingWarning; "": there is none
 
     _addresses: Addresses | None = None  # tell where memory is that may move; made when first asked
+
+    def nbytes(self) -> int:
+        """How many bytes of tensors the boxes hold."""
+        return sum(math.prod(box.extent) * DTYPES[self.tensors[box.tensor_index].dtype].itemsize for box in self.boxes)
 
     def unresolved(self) -> Registration:
         """The same layout, of which no memory has been made known to a daemon."""

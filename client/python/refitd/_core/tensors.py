@@ -69,7 +69,8 @@ def source_of(name: str, value: Any, dtype: Any = None, shape: Sequence[int] | N
     if wanted is source.dtype:
         return source
     if source.dtype.name != "uint8":
-        raise InvalidArgument(f"tensor '{name}' is {source.dtype.name}, not {wanted.name}: cast it before the push", tensor=name)
+        why = "dtype= says what raw bytes (uint8) hold, and casts nothing: cast the tensor before the push"
+        raise InvalidArgument(f"tensor '{name}' is {source.dtype.name}, not {wanted.name}; {why}", tensor=name)
     return _reinterpreted(name, source, wanted, shape)
 
 

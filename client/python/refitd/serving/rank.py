@@ -572,6 +572,8 @@ class EngineLoop:
         self._preparing = False
         self._clean = clean
         self._version: int | None = None
+        self._paused_at = 0.0  # when the last Prepare came
+        self._paused_seconds: float | None = None  # from there to the outcome
         self._error: Exception | None = None
         self._model = model
         self._views = None if names is None else Views(model, names)
@@ -598,6 +600,12 @@ class EngineLoop:
         """The version that the model holds; None: none of refitd's, or the weights are not whole."""
         with self._changed:
             return self._version if self._clean else None
+
+    def __repr__(self) -> str:
+        registration = self.engine._registration
+        holds = "nothing registered" if registration is None else f"{len(registration.tensors)} tensors, {registration.nbytes()} bytes"
+        paused = "" if self._paused_seconds is None else f", paused {self._paused_seconds:.3g} s"
+        return f"<EngineLoop {self.engine.label}: version {self.version}, {holds}{paused}{', closed' if self.engine.closed else ''}>"
 
     @contextmanager
     def use(self, timeout_seconds: float = 600.0) -> Iterator[int | None]:
@@ -731,6 +739,8 @@ class EngineLoop:
         if isinstance(event, Draining):
             return
         with self._changed:
+            if self._preparing:
+                self._paused_seconds = time.monotonic() - self._paused_at
             self._preparing = False
             if isinstance(event, Committed):
                 self._clean, self._version = True, event.version
@@ -743,7 +753,7 @@ class EngineLoop:
     def _prepare(self, event: Prepare) -> None:
         """Waits for the uses under way, and answers that the rank is ready, or why it can't be."""
         with self._changed:
-            self._preparing = True
+            self._preparing, self._paused_at = True, time.monotonic()
             self._changed.notify_all()
             ended = self._changed.wait_for(lambda: self._uses == 0, event.remaining_seconds)
         try:
