@@ -151,6 +151,15 @@ class Program:
             return [list(output.token_ids) for output in outputs]
         return [[_step(token, found) for token, found in zip(output.token_ids, output.logprobs)] for output in outputs]
 
+    def cached(self, prompt: str, salt: str | None = None) -> list[Any]:
+        """The tokens after the prompt, and how many of the prompt's tokens came from the prefix cache. `salt`: the request's own."""
+        from vllm import SamplingParams
+
+        how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        given = {"prompt": prompt, **({} if salt is None else {"cache_salt": salt})}
+        (found,) = self.llm.generate([given], how, use_tqdm=False)
+        return [list(found.outputs[0].token_ids), found.num_cached_tokens]
+
     def wait(self, version: int, seconds: float) -> int:
         return int(self.weights.wait(version, seconds))
 

@@ -121,6 +121,13 @@ class Server:
         found = (re.fullmatch(r'vllm:generation_tokens_total\{.*engine="(\d+)".*\} (\S+)', line) for line in lines)
         return {match[1]: int(float(match[2])) for match in found if match}
 
+    def counter(self, name: str) -> int:
+        """One of vLLM's counters, over all its labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert found, f"the server has no counter {name}"
+        return sum(int(float(value)) for value in found)
+
     def complete(self, prompt: str, tokens: int = 8) -> tuple[str, int]:
         """Text, and the version when the answer began. Raises OSError for any other status than 200."""
         choice, version = self.choice(prompt, tokens)

@@ -113,6 +113,8 @@ class Controls:
     """
 
     def __init__(self, manager: Any, run: Run, cache: str) -> None:
+        if cache not in ("reset", "keep"):
+            raise InvalidArgument(f"cache: {cache!r} is vLLM's alone; SGLang's is reset or keep", culprit="cache")
         self._manager = manager
         self.run = run
         self._cache = cache

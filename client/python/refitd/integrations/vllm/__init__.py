@@ -69,9 +69,10 @@ def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     config = llm.llm_engine.vllm_config
     check_backend(config)
     processes = Launched() if by_external_launcher(config.parallel_config) else Alone()
-    controls = OfflineControls(llm, processes)
+    made = Settings.of(settings)
+    controls = OfflineControls(llm, processes, made.cache)
     driver = Driver(
-        controls, Settings.of(settings), world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config), patient=False,
+        controls, made, world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config), patient=False,
         index=processes.index, drivers=processes.count,
     )  # fmt: skip
     controls.replace_sleep(driver)
@@ -97,8 +98,9 @@ class Launched(Alone):
 class OfflineControls:
     """The calls to a vllm.LLM. It generates only while `generate` runs, so that a paused LLM need only refuse requests (P2)."""
 
-    def __init__(self, llm: Any, processes: Alone) -> None:
+    def __init__(self, llm: Any, processes: Alone, cache: str = "reset") -> None:
         self._llm = llm
+        self._salts = versions.Salts(llm.llm_engine.engine_core) if cache == "version" else None
         self._paused = False
         self._sleep, self._wake_up = llm.sleep, llm.wake_up
         add_request = llm.llm_engine.add_request
@@ -169,6 +171,9 @@ class OfflineControls:
     def write(self, version: int, reset_caches: bool) -> None:
         if reset_caches:
             self._reset_caches()
+        if self._salts is not None:
+            self._salts.renew()
+            self._llm.llm_engine.reset_encoder_cache()
         llm = self._llm
         llm.start_weight_update(**versions.start_arguments(llm.start_weight_update))
         llm.update_weights({"update_info": update_info(version)})
@@ -334,7 +339,7 @@ class Endpoints:
         config = engine_client.vllm_config
         check_backend(config)
         check_api_servers(config)
-        controls = ServerControls(engine_client, asyncio.get_running_loop())
+        controls = ServerControls(engine_client, asyncio.get_running_loop(), settings.cache)
         self.driver = Driver(controls, settings, world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config))
         self.versions = TokenVersions(engine_client)
         state.refitd_driver = self.driver
@@ -356,9 +361,10 @@ def check_api_servers(config: Any) -> None:
 class ServerControls:
     """The calls to vLLM's asynchronous engine, which the driver's thread makes."""
 
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, cache: str = "reset") -> None:
         self._engine = engine
         self._loop = loop
+        self._salts = versions.Salts(engine.engine_core) if cache == "version" else None
         self._unfinished: int | None = None  # the version whose update was written, and not finished
 
     def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
@@ -416,6 +422,9 @@ class ServerControls:
         await asyncio.gather(*self._finishing())
         if reset_caches:
             await self._reset_caches()
+        if self._salts is not None:
+            self._salts.renew()
+            await self._engine.reset_encoder_cache()
         await self._update(update_info(version))
         self._unfinished = version
 

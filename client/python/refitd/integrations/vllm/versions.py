@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import secrets
 import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -436,6 +437,37 @@ def finish(engine: Any, version: int) -> list[Coroutine[Any, Any, Any]]:
     if hasattr(engine, "update_weight_version"):
         return [engine.finish_weight_update(), engine.update_weight_version(str(version))]
     return [engine.finish_weight_update(*finish_arguments(engine.finish_weight_update, version))]
+
+
+class Salts:
+    """Keeps requests that were accepted between two updates apart from all others in the prefix cache of one engine: each gets a `cache_salt`, by
+    which vLLM's blocks are found. A request's own salt is a part of it. `renew` must be called while the engine computes nothing, before weights
+    change; requests that came before it keep their salt to the end.
+
+    The salt begins with a number of this process's own, so that engines that share blocks by a KV connector find none of each other's: they do not
+    take a version at one moment.
+    """
+
+    def __init__(self, client: Any) -> None:
+        """`client`: that by which vLLM sends requests to its engine core."""
+        self._process, self._updates = secrets.token_hex(8), 0
+        if hasattr(client, "add_request"):
+            self._salt(client, "add_request")
+        if hasattr(client, "add_request_async"):
+            self._salt(client, "add_request_async")
+
+    def renew(self) -> None:
+        self._updates += 1
+
+    def _salt(self, client: Any, name: str) -> None:
+        """Salts what the client's method sends; the call sends it before it waits for anything."""
+        original = getattr(client, name)
+
+        def add_request(request: Any) -> Any:
+            request.cache_salt = f"refitd:{self._process}:{self._updates}:{request.cache_salt or ''}"
+            return original(request)
+
+        setattr(client, name, add_request)
 
 
 async def pause(engine: Any, mode: str) -> None:
