@@ -25,8 +25,12 @@ def parameters_of(worker: Any) -> dict[str, Any]:
     from refitd.layout.memory import digest
 
     model = worker.model_runner.get_model()
-    held = [*model.named_parameters(), *model.named_buffers()]
-    return {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held}
+    held = {name: t for name, t in (*model.named_parameters(), *model.named_buffers())}
+    draft = getattr(worker.model_runner, "get_draft_model", lambda: None)()
+    if draft is not None:
+        own = {id(t) for t in held.values()}  # what vLLM lets both share is the served model's
+        held.update({f"draft.{name}": t for name, t in (*draft.named_parameters(), *draft.named_buffers()) if id(t) not in own})
+    return {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held.items()}
 
 
 def status_of(worker: Any) -> dict[str, Any]:
@@ -159,6 +163,12 @@ class Program:
         given = {"prompt": prompt, **({} if salt is None else {"cache_salt": salt})}
         (found,) = self.llm.generate([given], how, use_tqdm=False)
         return [list(found.outputs[0].token_ids), found.num_cached_tokens]
+
+    def drafted(self) -> list[int]:
+        """How many tokens the draft model has proposed until now, and how many of these were taken. Needs the option disable_log_stats=False."""
+        names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+        found = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in names}
+        return [found[name] for name in names]
 
     def wait(self, version: int, seconds: float) -> int:
         return int(self.weights.wait(version, seconds))

@@ -108,6 +108,30 @@ def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
     return out
 
 
+def make_eagle(served: Path, out: Path, seed: int, embeddings: bool = False) -> Path:
+    """A checkpoint of an EAGLE draft of one layer for a Llama, with the names that such checkpoints have. `embeddings`: whether it has its own."""
+    config = transformers.LlamaConfig(**{**_COMMON, "num_hidden_layers": 1}, dtype="bfloat16")
+    torch.manual_seed(seed)
+    layer = transformers.LlamaForCausalLM(config).model.layers[0].to(torch.bfloat16)
+    tensors = {f"layers.0.{name}": torch.randn_like(t) * SPREAD for name, t in layer.state_dict().items() if name != "input_layernorm.weight"}
+    tensors["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size, dtype=torch.bfloat16) * SPREAD
+    if embeddings:
+        tensors["embed_tokens.weight"] = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16) * SPREAD
+    out.mkdir()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(out)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def with_draft(served: Path, draft: Path, out: Path) -> Path:
+    """A folder with the tensors of both checkpoints, named as trainers name them."""
+    out.mkdir()
+    of_draft = {f"draft.{name}": tensor for name, tensor in load_file(draft / "model.safetensors").items()}
+    save_file({**load_file(served / "model.safetensors"), **of_draft}, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
 def quantise(checkpoint: Path, out: Path, how: Callable[[Any], tuple[Any, Any]]) -> None:
     """Writes the checkpoint with linear layers and experts that are quantised in blocks: `how` makes a weight's values and scales."""
     shutil.copytree(checkpoint, out)

@@ -200,6 +200,13 @@ class Calls(unittest.TestCase):
                 check_backend(SimpleNamespace(parallel_config=parallel, weight_transfer_config=transfer))
             self.assertEqual(caught.exception.culprit, name)
 
+    def test_a_draft_that_one_stage_alone_has_is_refused(self):
+        transfer, stages = SimpleNamespace(backend="refitd"), SimpleNamespace(pipeline_parallel_size=2)
+        with self.assertRaisesRegex(FailedPrecondition, "pipeline_parallel_size 2") as caught:
+            check_backend(SimpleNamespace(parallel_config=stages, weight_transfer_config=transfer, speculative_config=SimpleNamespace(method="eagle")))
+        self.assertEqual(caught.exception.culprit, "speculative_config")
+        check_backend(SimpleNamespace(parallel_config=stages, weight_transfer_config=transfer, speculative_config=SimpleNamespace(method="ngram")))
+
 
 class ServerSettings(unittest.TestCase):
     """Settings that contradict each other."""

@@ -144,6 +144,7 @@ class OfflineControls:
         self._llm.llm_engine.reset_encoder_cache()
 
     def register(self, init_info: dict[str, Any]) -> None:
+        versions.give_draft(self._llm, self._llm.llm_engine.vllm_config)
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def held(self) -> list[dict[str, Any] | None]:
@@ -388,6 +389,8 @@ class ServerControls:
     def register(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        for call in versions.give_draft(self._engine, self._engine.vllm_config):
+            self._wait(call)
         self._wait(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     def held(self) -> list[dict[str, Any] | None]:

@@ -431,6 +431,13 @@ def draft_of(vllm_config: Any) -> str | None:
     return None if method in (None, "ngram", "ngram_gpu", "suffix") else str(method)
 
 
+def give_draft(engine: Any, vllm_config: Any) -> list[Any]:
+    """Makes the calls by which vLLM's backends get the draft model, if there is one; returns what an asynchronous engine awaits."""
+    if draft_of(vllm_config) is None or not hasattr(engine, "start_draft_weight_update"):
+        return []
+    return [engine.start_draft_weight_update(), engine.finish_weight_update()]
+
+
 def finish(engine: Any, version: int) -> list[Coroutine[Any, Any, Any]]:
     """The calls to an asynchronous engine that end an update. Where vLLM labels tokens (since 0.27), the label is a call of its own
     here: `finish_weight_update(version)` sends it only when its first call was answered."""
@@ -497,6 +504,10 @@ def _loader_class(find_kept: FindKept) -> Any:
             with torch.no_grad():
                 for tensor, value in values:
                     tensor.copy_(value)
+            if getattr(model_config, "runner_type", "") == "draft":
+                from .draft import keep_own_parts
+
+                keep_own_parts(model, Settings.of().manifest, model_config.model)
             self._before = [(layer, early.get(id(layer)) or Snapshot.of(layer)) for layer in model.modules()]
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
@@ -614,6 +625,13 @@ def starts_clean(config: Any) -> bool:
 def check_backend(config: Any) -> None:
     """Raises FailedPrecondition where an engine of this configuration can't follow a group."""
     check_experts_stay(config.parallel_config)
+    draft = draft_of(config)
+    if draft is not None and config.parallel_config.pipeline_parallel_size > 1:
+        raise FailedPrecondition(
+            f"vLLM was started with a draft model (speculative_config, method '{draft}') and pipeline_parallel_size "
+            f"{config.parallel_config.pipeline_parallel_size}: the last stage alone has the draft",
+            culprit="speculative_config",
+        )
     transfer = config.weight_transfer_config
     if transfer is None or transfer.backend != "refitd":
         raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
