@@ -143,14 +143,43 @@ class Program:
         """For each of the prompts what support.Tokens has."""
         return self._tokens(PROMPTS)
 
+    def adapted(self, folder: str) -> list[list[Any]]:
+        """As generate(), with an adapter that vLLM reads from its files."""
+        from vllm.lora.request import LoRARequest
+
+        self._files = getattr(self, "_files", 0) + 1
+        return self._tokens(PROMPTS, LoRARequest(f"file-{self._files}", self._files, folder))
+
+    def follow_adapters(self, options: dict[str, Any]) -> None:
+        from refitd.integrations.vllm import adapters
+
+        self.adapters = adapters.follow(self.llm, **options)
+
+    def adapter(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of the adapters that the engine follows. The last argument may be a dict with options."""
+        *plain, options = arguments if arguments and isinstance(arguments[-1], dict) else (*arguments, {})
+        return getattr(self.adapters, name)(*plain, **options)
+
+    def with_adapter(self, name: str, version: int | None = None) -> list[list[Any]]:
+        """As generate(), with an adapter that the engine follows."""
+        return self._tokens(PROMPTS, self.adapters.request(name, version))
+
+    def held_paths(self) -> list[str]:
+        """The folders of the adapters' versions that requests can name."""
+        return [path.rpartition("/")[2] for path in self.adapters._by_path]
+
+    def loaded_adapters(self) -> list[int]:
+        """vLLM's ids of the adapters that its ranks hold."""
+        return sorted(self.llm.llm_engine.list_loras())
+
     def generate_one_by_one(self) -> list[list[Any]]:
         return [self._tokens([prompt])[0] for prompt in PROMPTS]
 
-    def _tokens(self, prompts: list[str]) -> list[list[Any]]:
+    def _tokens(self, prompts: list[str], lora_request: Any = None) -> list[list[Any]]:
         from vllm import SamplingParams
 
         how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2 if self._on_gpu else None)
-        outputs = [out.outputs[0] for out in self.llm.generate(prompts, how, use_tqdm=False)]
+        outputs = [out.outputs[0] for out in self.llm.generate(prompts, how, use_tqdm=False, lora_request=lora_request)]
         if not self._on_gpu:
             return [list(output.token_ids) for output in outputs]
         return [[_step(token, found) for token, found in zip(output.token_ids, output.logprobs)] for output in outputs]

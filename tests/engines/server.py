@@ -158,6 +158,16 @@ class Server:
             choice: dict[str, Any] = json.loads(answer.read())["choices"][0]
             return choice, int(answer.headers.get("x-refitd-version", "-1"))
 
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and body of the answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
     def stream(self, prompt: str, tokens: int) -> tuple[list[float], list[dict[str, Any]]]:
         """Seconds between the tokens of one completion, and the versions of its tokens."""
         body = json.dumps(

@@ -39,8 +39,8 @@ from ...serving.driver import Alone, Driver, Follower, State, add_routes, refusa
 from ...serving.proof import Value
 from ...serving.rank import Kept, find_kept
 from ...serving import Settings
-from . import versions
-from .versions import LEAVE, by_external_launcher, check_backend, device_of, place, starts_clean, world_size_of
+from . import adapters, versions
+from .versions import LEAVE, by_external_launcher, check_api_servers, check_backend, device_of, place, starts_clean, world_size_of
 
 
 def register() -> None:
@@ -324,16 +324,21 @@ class Endpoints:
     def __init__(self) -> None:
         self.driver: Driver | None = None
         self.versions: TokenVersions | None = None
+        self.adapters: adapters.Server | None = None
 
     def attach_router(self, app: Any) -> None:
         app.add_middleware(AddTokenVersions, versions_of=lambda: self.versions)
         app.add_middleware(_Guard, endpoints=self)
         add_routes(app, lambda: self.driver)
+        adapters.add_routes(app, lambda: self.adapters)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Makes the driver and lets it serve; vLLM calls this when its engine client is there."""
         if engine_client is None:
             return
+        wanted = adapters.wanted()
+        if wanted is not None:
+            self.adapters = adapters.Server(engine_client, state.openai_serving_models, wanted, settings=Settings.of())
         settings = Settings.of_server(logger)
         if settings is None:
             return
@@ -347,16 +352,6 @@ class Endpoints:
         if not starts_clean(config):
             await engine_client.pause_generation(mode="abort")  # no request may meet random weights
         self.driver.serve_on_thread()
-
-
-def check_api_servers(config: Any) -> None:
-    """Raises FailedPrecondition where several processes answer for the engine: each would drive it, and know only the pauses that it made."""
-    count = getattr(config.parallel_config, "_api_process_count", 1)
-    if count > 1:
-        raise FailedPrecondition(
-            f"vLLM has {count} API server processes (by default as many as data-parallel ranks): start it with --api-server-count 1",
-            culprit="api_server_count",
-        )
 
 
 class ServerControls:

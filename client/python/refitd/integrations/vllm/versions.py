@@ -637,6 +637,16 @@ def check_backend(config: Any) -> None:
         raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
 
 
+def check_api_servers(config: Any) -> None:
+    """Raises FailedPrecondition where several processes answer for the engine: each would drive it, and know only the pauses that it made."""
+    count = getattr(config.parallel_config, "_api_process_count", 1)
+    if count > 1:
+        raise FailedPrecondition(
+            f"vLLM has {count} API server processes (by default as many as data-parallel ranks): start it with --api-server-count 1",
+            culprit="api_server_count",
+        )
+
+
 # The backend that vLLM made in this worker's process, for frameworks to whose code in the worker vLLM does not pass it.
 _backend: Callable[[], Any] = lambda: None  # noqa: E731
 
