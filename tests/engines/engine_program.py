@@ -25,8 +25,12 @@ def parameters_of(worker: Any) -> dict[str, Any]:
     from refitd.layout.memory import digest
 
     model = worker.model_runner.get_model()
-    held = [*model.named_parameters(), *model.named_buffers()]
-    return {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held}
+    held = {name: t for name, t in (*model.named_parameters(), *model.named_buffers())}
+    draft = getattr(worker.model_runner, "get_draft_model", lambda: None)()
+    if draft is not None:
+        own = {id(t) for t in held.values()}  # what vLLM lets both share is the served model's
+        held.update({f"draft.{name}": t for name, t in (*draft.named_parameters(), *draft.named_buffers()) if id(t) not in own})
+    return {name: [str(t.dtype), list(t.shape), digest(t)] for name, t in held.items()}
 
 
 def status_of(worker: Any) -> dict[str, Any]:
@@ -139,17 +143,61 @@ class Program:
         """For each of the prompts what support.Tokens has."""
         return self._tokens(PROMPTS)
 
+    def adapted(self, folder: str) -> list[list[Any]]:
+        """As generate(), with an adapter that vLLM reads from its files."""
+        from vllm.lora.request import LoRARequest
+
+        self._files = getattr(self, "_files", 0) + 1
+        return self._tokens(PROMPTS, LoRARequest(f"file-{self._files}", self._files, folder))
+
+    def follow_adapters(self, options: dict[str, Any]) -> None:
+        from refitd.integrations.vllm import adapters
+
+        self.adapters = adapters.follow(self.llm, **options)
+
+    def adapter(self, name: str, *arguments: Any) -> Any:
+        """Calls a method of the adapters that the engine follows. The last argument may be a dict with options."""
+        *plain, options = arguments if arguments and isinstance(arguments[-1], dict) else (*arguments, {})
+        return getattr(self.adapters, name)(*plain, **options)
+
+    def with_adapter(self, name: str, version: int | None = None) -> list[list[Any]]:
+        """As generate(), with an adapter that the engine follows."""
+        return self._tokens(PROMPTS, self.adapters.request(name, version))
+
+    def held_paths(self) -> list[str]:
+        """The folders of the adapters' versions that requests can name."""
+        return [path.rpartition("/")[2] for path in self.adapters._by_path]
+
+    def loaded_adapters(self) -> list[int]:
+        """vLLM's ids of the adapters that its ranks hold."""
+        return sorted(self.llm.llm_engine.list_loras())
+
     def generate_one_by_one(self) -> list[list[Any]]:
         return [self._tokens([prompt])[0] for prompt in PROMPTS]
 
-    def _tokens(self, prompts: list[str]) -> list[list[Any]]:
+    def _tokens(self, prompts: list[str], lora_request: Any = None) -> list[list[Any]]:
         from vllm import SamplingParams
 
         how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=2 if self._on_gpu else None)
-        outputs = [out.outputs[0] for out in self.llm.generate(prompts, how, use_tqdm=False)]
+        outputs = [out.outputs[0] for out in self.llm.generate(prompts, how, use_tqdm=False, lora_request=lora_request)]
         if not self._on_gpu:
             return [list(output.token_ids) for output in outputs]
         return [[_step(token, found) for token, found in zip(output.token_ids, output.logprobs)] for output in outputs]
+
+    def cached(self, prompt: str, salt: str | None = None) -> list[Any]:
+        """The tokens after the prompt, and how many of the prompt's tokens came from the prefix cache. `salt`: the request's own."""
+        from vllm import SamplingParams
+
+        how = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        given = {"prompt": prompt, **({} if salt is None else {"cache_salt": salt})}
+        (found,) = self.llm.generate([given], how, use_tqdm=False)
+        return [list(found.outputs[0].token_ids), found.num_cached_tokens]
+
+    def drafted(self) -> list[int]:
+        """How many tokens the draft model has proposed until now, and how many of these were taken. Needs the option disable_log_stats=False."""
+        names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
+        found = {metric.name: metric.value for metric in self.llm.get_metrics() if metric.name in names}
+        return [found[name] for name in names]
 
     def wait(self, version: int, seconds: float) -> int:
         return int(self.weights.wait(version, seconds))

@@ -108,6 +108,54 @@ def make(name: str, folder: Path, seed: int, dtype: str = "bfloat16") -> Path:
     return out
 
 
+# Rows and columns of the layers of a "qwen3" that write_adapter() adapts. SGLang fuses q, k and v, and loads adapters of all three or of none.
+ADAPTED = {
+    "self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256), "self_attn.o_proj": (256, 256),
+    "mlp.down_proj": (256, 512),
+}  # fmt: skip
+ADAPTED_NAMES = [name.split(".")[1] for name in ADAPTED]
+
+
+def write_adapter(out: Path, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    """A LoRA adapter of the tiny Qwen3 with a scaling of 2, in the files that PEFT writes; returns its tensors."""
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ADAPTED_NAMES, "bias": "none", "task_type": "CAUSAL_LM"}
+    torch.manual_seed(seed)
+    tensors = {}
+    for layer in range(2):
+        for module, (rows, columns) in ADAPTED.items():
+            prefix = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{prefix}.lora_A.weight"] = (torch.randn(rank, columns) * 0.2).bfloat16()
+            tensors[f"{prefix}.lora_B.weight"] = (torch.randn(rows, rank) * 0.2).bfloat16()
+    out.mkdir()
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "adapter_model.safetensors")
+    return tensors
+
+
+def make_eagle(served: Path, out: Path, seed: int, embeddings: bool = False) -> Path:
+    """A checkpoint of an EAGLE draft of one layer for a Llama, with the names that such checkpoints have. `embeddings`: whether it has its own."""
+    config = transformers.LlamaConfig(**{**_COMMON, "num_hidden_layers": 1}, dtype="bfloat16")
+    torch.manual_seed(seed)
+    layer = transformers.LlamaForCausalLM(config).model.layers[0].to(torch.bfloat16)
+    tensors = {f"layers.0.{name}": torch.randn_like(t) * SPREAD for name, t in layer.state_dict().items() if name != "input_layernorm.weight"}
+    tensors["fc.weight"] = torch.randn(config.hidden_size, 2 * config.hidden_size, dtype=torch.bfloat16) * SPREAD
+    if embeddings:
+        tensors["embed_tokens.weight"] = torch.randn(config.vocab_size, config.hidden_size, dtype=torch.bfloat16) * SPREAD
+    out.mkdir()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(out)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def with_draft(served: Path, draft: Path, out: Path) -> Path:
+    """A folder with the tensors of both checkpoints, named as trainers name them."""
+    out.mkdir()
+    of_draft = {f"draft.{name}": tensor for name, tensor in load_file(draft / "model.safetensors").items()}
+    save_file({**load_file(served / "model.safetensors"), **of_draft}, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
 def quantise(checkpoint: Path, out: Path, how: Callable[[Any], tuple[Any, Any]]) -> None:
     """Writes the checkpoint with linear layers and experts that are quantised in blocks: `how` makes a weight's values and scales."""
     shutil.copytree(checkpoint, out)

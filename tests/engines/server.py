@@ -121,6 +121,13 @@ class Server:
         found = (re.fullmatch(r'vllm:generation_tokens_total\{.*engine="(\d+)".*\} (\S+)', line) for line in lines)
         return {match[1]: int(float(match[2])) for match in found if match}
 
+    def counter(self, name: str) -> int:
+        """One of vLLM's counters, over all its labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert found, f"the server has no counter {name}"
+        return sum(int(float(value)) for value in found)
+
     def complete(self, prompt: str, tokens: int = 8) -> tuple[str, int]:
         """Text, and the version when the answer began. Raises OSError for any other status than 200."""
         choice, version = self.choice(prompt, tokens)
@@ -150,6 +157,16 @@ class Server:
         with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
             choice: dict[str, Any] = json.loads(answer.read())["choices"][0]
             return choice, int(answer.headers.get("x-refitd-version", "-1"))
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and body of the answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, {"content-type": "application/json"}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=CALL_SECONDS) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
 
     def stream(self, prompt: str, tokens: int) -> tuple[list[float], list[dict[str, Any]]]:
         """Seconds between the tokens of one completion, and the versions of its tokens."""

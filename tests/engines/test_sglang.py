@@ -159,37 +159,13 @@ class LoraProcess(SglangProcess):
     def _set_up(self, environment: dict[str, str], llm: dict[str, Any], follows: bool, tp: int) -> None:
         super()._set_up(environment, llm, follows, tp)
         environment["REFITD_ENGINES_UNPINNED"] = "1"
-        llm.update(enable_lora=True, max_lora_rank=8, lora_target_modules=TARGETS, lora_backend="torch_native")
-
-
-# Rows and columns of the layers that the adapter is for. SGLang fuses q, k and v, and loads adapters of all three or of none.
-ADAPTED = {
-    "self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256), "self_attn.v_proj": (128, 256), "self_attn.o_proj": (256, 256),
-    "mlp.down_proj": (256, 512),
-}  # fmt: skip
-TARGETS = [name.split(".")[1] for name in ADAPTED]
-
-
-def write_adapter(out: Path, seed: int) -> dict[str, torch.Tensor]:
-    """A LoRA adapter of the tiny Qwen3, in the files that PEFT writes; returns its tensors."""
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": TARGETS, "bias": "none", "task_type": "CAUSAL_LM"}
-    torch.manual_seed(seed)
-    tensors = {}
-    for layer in range(2):
-        for module, (rows, columns) in ADAPTED.items():
-            prefix = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{prefix}.lora_A.weight"] = (torch.randn(4, columns) * 0.2).bfloat16()
-            tensors[f"{prefix}.lora_B.weight"] = (torch.randn(rows, 4) * 0.2).bfloat16()
-    out.mkdir()
-    (out / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, out / "adapter_model.safetensors")
-    return tensors
+        llm.update(enable_lora=True, max_lora_rank=8, lora_target_modules=models.ADAPTED_NAMES, lora_backend="torch_native")
 
 
 def test_an_adapter_takes_versions_in_memory(folder: Path, daemon: Any, tmp_path: Path) -> None:
     """With each version the tokens are those of SGLang with the same adapter from its files."""
     checkpoint = models.make("qwen3", folder, 1)
-    adapters = {seed: write_adapter(tmp_path / f"adapter-{seed}", seed) for seed in (1, 2)}
+    adapters = {seed: models.write_adapter(tmp_path / f"adapter-{seed}", seed) for seed in (1, 2)}
     scaling = {f"{name.removesuffix('.lora_A.weight')}.lora_scaling" for name in adapters[1] if name.endswith(".lora_A.weight")}
     held = {name: refitd.empty(tensor.shape, tensor.dtype) for name, tensor in adapters[1].items()}
     held |= {name: refitd.empty(1, "float32", like="torch").fill_(2.0) for name in scaling}

@@ -211,6 +211,33 @@ def test_five_versions_of_a_quantised_checkpoint(name: str, folder: Path, daemon
         assert (name, VLLM_ON_GPU) in REFUSED and re.search(REFUSED[name, VLLM_ON_GPU], str(error)), error
 
 
+@pytest.mark.skipif(VLLM_ON_GPU, reason="compares tokens for equality")
+@pytest.mark.parametrize("cache", ["version", "reset", "keep"])
+def test_blocks_of_another_version_are_never_found(cache: str, folder: Path, daemon: Any, tmp_path: Path) -> None:
+    """With `version` and `reset` no block is found that another version computed; with `keep` they are, so that the test can fail. With `version` a
+    request's own salt counts as well."""
+    checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]
+    prompt = "the same long beginning " * 12  # two blocks of vLLM's on a CPU
+    trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+    first: dict[int, list[int]] = {}
+    try:
+        with EngineProcess(checkpoints[0], tmp_path / "live.log", follow=following(daemon, cache=cache), dtype="bfloat16") as engine:
+            engine.started()
+            for version in range(1, 6):
+                update(engine, trainer, version, checkpoints[version % 2])
+                tokens, found = engine.call("cached", prompt)
+                assert (found > 0) == (cache == "keep" and version > 1), version
+                if cache == "keep":
+                    continue
+                assert tokens == first.setdefault(version % 2, tokens), version
+                again, found = engine.call("cached", prompt)
+                assert again == tokens and found > 0, version
+                assert engine.call("cached", prompt, "mine")[1] == 0 < engine.call("cached", prompt, "mine")[1], version
+    finally:
+        trainer.close()
+    assert cache == "keep" or first[0] != first[1], "the two checkpoints give the same tokens: the test could not fail"
+
+
 def test_driven_by_the_trainers_calls(folder: Path, daemon: Any, tmp_path: Path) -> None:
     """Without a driver: the calls that vLLM offers to trainers, around the trainer's refit."""
     checkpoints = [models.make("qwen3", folder, seed) for seed in (1, 2)]

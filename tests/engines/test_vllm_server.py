@@ -114,6 +114,38 @@ def test_server_under_load(arena: str, checkpoints: list[Path], tmp_path: Path, 
     print("\nFIGURES " + json.dumps(figures))
 
 
+@pytest.mark.skipif(not NATIVE_VERSIONS, reason="this version of vLLM does not label tokens")
+@pytest.mark.parametrize("cache", ["version", "reset"])
+def test_kept_requests_keep_their_blocks_under_load(cache: str, checkpoints: list[Path], tmp_path: Path) -> None:
+    """With REFITD_CACHE=version requests in flight are computed on with the blocks that they have: none is preempted, as `reset` preempts them. Requests that
+    come after an update find no block of before: they answer as with the new version alone."""
+    prompt = "client 1 says " * 24  # longer than a block of vLLM's on a CPU
+    expected: dict[int, list[Any]] = {}
+    with testing.daemon() as daemon:
+        trainer = CheckpointTrainer(daemon.socket, checkpoints[0])
+        with Server(checkpoints[0], tmp_path / "server.log", daemon.socket, REFITD_CACHE=cache) as server:
+            server.up()
+            server.until(lambda: server.get("/refitd/status")[1]["attached"], "it attaches")
+            trainer.send(1, checkpoints[1])
+            server.until(lambda: ready(server, 1), "version 1")
+            load = Load(server, clients=2, tokens=96)
+            for version in range(2, 6):
+                trainer.send(version, checkpoints[version % 2])
+                server.until(lambda: ready(server, version), f"version {version}")
+                before = server.counter("vllm:prefix_cache_hits_total")
+                answers = [server.answer(prompt) for _ in range(2)]
+                assert server.counter("vllm:prefix_cache_hits_total") > before, version
+                assert answers[0] == answers[1] and answers[0][1] == version, answers
+                assert answers[0][0] == expected.setdefault(version % 2, answers[0][0]), version
+            load.stop()
+            preempted = server.counter("vllm:num_preemptions_total")
+            trainer.close()
+    assert not load.failures, load.failures
+    assert expected[0] != expected[1], "the two checkpoints give the same tokens: the test could not fail"
+    assert any(len(spans) > 1 for spans in load.spans), "no completion was under way during an update: the test shows nothing"
+    assert preempted == 0 if cache == "version" else preempted > 0, preempted
+
+
 def test_kill_9_of_daemon_trainer_and_server(checkpoints: list[Path], tmp_path: Path) -> None:
     """Whoever dies, the server answers with a whole version or not at all, and takes the next version."""
     with testing.daemon() as daemon:

@@ -15,6 +15,7 @@ import refitd  # noqa: E402
 from refitd.integrations import lora  # noqa: E402
 from refitd import testing  # noqa: E402
 from refitd.errors import FailedPrecondition, InvalidArgument, Unimplemented  # noqa: E402
+from refitd.layout import TensorSpec  # noqa: E402
 from refitd.integrations.transformers import RefitCallback, checkpoint_tensors  # noqa: E402
 
 SECONDS = 600  # only what hangs reaches it
@@ -259,6 +260,34 @@ def test_an_engine_computes_with_adapters_that_come_as_a_group_of_their_own(daem
                     assert used == version and torch.equal(trained(TOKENS).logits, served(TOKENS).logits)
     moved = sum(tensor.numel() * 4 for tensor in saved.values()) + 4 * len(layers_of(trained))
     assert result.bytes == moved, "the adapter alone"
+
+
+def test_adapters_of_one_group_arrive_under_the_names_that_the_base_model_gives(daemon):
+    """An engine that knows the base model, ranks and target modules alone receives both adapters, and PEFT's configuration of each."""
+    trained = peft_of(base_of(), 5)
+    trained.add_adapter("bob", peft.LoraConfig(r=2, lora_alpha=6, target_modules=["down_proj"]))
+    with_random_adapters(trained, 6)
+    refitd.adopt(trained)
+    base = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in base_of().state_dict().items()]
+    wanted = {
+        "default/": lora.Matrices(lora.specs_of(base, 4, ["q_proj", "v_proj", "o_proj"], "float32")),
+        "bob/": lora.Matrices(lora.specs_of(base, 2, r".*\.down_proj", "float32")),
+    }
+    tensors = lora.adapters(trained, ["default", "bob"])
+    assert tensors.keys() == {name for prefix, matrices in wanted.items() for name in matrices.named(prefix)}
+    with trainer_of("both", daemon) as trainer:
+        trainer.register(tensors)
+        with lora.Receiver(wanted, group="both", instance="a", socket=daemon.socket) as receiver:
+            trainer.refit(1)
+            receiver.wait(1, SECONDS)
+            with receiver.use():
+                for prefix, matrices in wanted.items():
+                    for name, held in matrices.tensors.items():
+                        assert torch.equal(held, tensors[prefix + name]), name
+            assert receiver.arrived == 1
+    for prefix, alpha, rank in (("default/", 6, 4), ("bob/", 6, 2)):
+        config = wanted[prefix].config()
+        assert (config["r"], config["lora_alpha"], "alpha_pattern" in config) == (rank, alpha, False)
 
 
 def test_an_adapter_that_is_not_there_is_refused():

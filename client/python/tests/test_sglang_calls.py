@@ -6,7 +6,7 @@ import unittest
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-from refitd.errors import FailedPrecondition
+from refitd.errors import FailedPrecondition, InvalidArgument
 from refitd.integrations.sglang import OfflineControls, Released, check
 from refitd.serving import driver as lifecycle
 from refitd.serving.driver import Driver
@@ -92,6 +92,11 @@ class OfflineEngine(unittest.TestCase):
         """The calls since this property was read last."""
         made, self.engine.tokenizer_manager.calls = self.engine.tokenizer_manager.calls, []
         return made
+
+    def test_a_cache_by_version_is_refused(self):
+        with self.assertRaises(InvalidArgument) as caught:
+            OfflineControls(self.engine, "version")
+        self.assertEqual(caught.exception.culprit, "cache")
 
     def test_an_engine_that_wakes_without_its_weights_stays_paused(self):
         for parts in ([None], [["kv_cache"], ["weights"]]):

@@ -128,6 +128,55 @@ class Calls(unittest.TestCase):
 
         self.assertEqual(self.run_with(Engine, without_core), [("pause_generation", "wait", False)])
 
+    def test_requests_between_two_updates_have_one_salt_and_their_own_is_a_part_of_it(self):
+        sent = []
+        client = SimpleNamespace(add_request=lambda request: sent.append(request.cache_salt), add_request_async=lambda request: sent.append(request.cache_salt))
+        salts = versions.Salts(client)
+        for send, own in ((client.add_request, None), (client.add_request_async, None), (client.add_request, "own")):
+            send(SimpleNamespace(cache_salt=own))
+        self.assertEqual(sent[0], sent[1])
+        self.assertEqual(sent[2], f"{sent[0]}own")
+        salts.renew()
+        client.add_request(SimpleNamespace(cache_salt=None))
+        self.assertNotIn(sent[3], sent[:3])
+
+    def test_two_engines_have_no_salt_in_common(self):
+        sent = []
+        for _ in range(2):
+            client = SimpleNamespace(add_request=lambda request: sent.append(request.cache_salt))
+            versions.Salts(client)
+            client.add_request(SimpleNamespace(cache_salt=None))
+        self.assertNotEqual(*sent)
+
+    def test_salts_are_renewed_before_the_ranks_take_a_version(self):
+        class Refits(Engine):
+            def __init__(self):
+                super().__init__()
+                self.answers.set()
+                self.engine_core.add_request_async = lambda request: self.calls.append(("add", request.cache_salt))
+
+            def start_weight_update(self):
+                return self._call("start")
+
+            def update_weights(self, request):
+                self.engine_core.add_request_async(SimpleNamespace(cache_salt=None))
+                return self._call("update")
+
+            def reset_encoder_cache(self):
+                return self._call("encoder")
+
+        async def run():
+            engine = Refits()
+            controls = ServerControls(engine, asyncio.get_running_loop(), "version")
+            engine.engine_core.add_request_async(SimpleNamespace(cache_salt=None))
+            with mock.patch.dict(sys.modules, {"vllm.distributed.weight_transfer.base": SimpleNamespace(WeightTransferUpdateRequest=SimpleNamespace)}):
+                await controls._write(1, False)
+            return engine.calls
+
+        calls = asyncio.run(run())
+        self.assertEqual([name for name, *_ in calls], ["add", "encoder", "add", "start", "update"])
+        self.assertNotEqual(calls[0][1], calls[2][1])
+
     def test_a_server_of_several_api_server_processes_is_refused(self):
         for parallel in (SimpleNamespace(), SimpleNamespace(_api_process_count=1)):
             check_api_servers(SimpleNamespace(parallel_config=parallel))
@@ -150,6 +199,13 @@ class Calls(unittest.TestCase):
             with self.assertRaisesRegex(FailedPrecondition, name) as caught:
                 check_backend(SimpleNamespace(parallel_config=parallel, weight_transfer_config=transfer))
             self.assertEqual(caught.exception.culprit, name)
+
+    def test_a_draft_that_one_stage_alone_has_is_refused(self):
+        transfer, stages = SimpleNamespace(backend="refitd"), SimpleNamespace(pipeline_parallel_size=2)
+        with self.assertRaisesRegex(FailedPrecondition, "pipeline_parallel_size 2") as caught:
+            check_backend(SimpleNamespace(parallel_config=stages, weight_transfer_config=transfer, speculative_config=SimpleNamespace(method="eagle")))
+        self.assertEqual(caught.exception.culprit, "speculative_config")
+        check_backend(SimpleNamespace(parallel_config=stages, weight_transfer_config=transfer, speculative_config=SimpleNamespace(method="ngram")))
 
 
 class ServerSettings(unittest.TestCase):

@@ -28,7 +28,8 @@ Imports torch, and no other package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +38,8 @@ import torch
 
 from ..engine import Committed
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
-from ..layout import is_dtensor, place
+from ..layout import TensorSpec, is_dtensor, place
+from ..layout.memory import empty
 from ..layout.shards import Added, MadeMapping, MadeOf
 from ..serving.rank import EngineLoop
 
@@ -214,14 +216,23 @@ def merged(model: Any) -> MadeMapping:
     return MadeMapping(found, MadeOf([base], partial(merged, model)))
 
 
-def adapters(model: Any, adapter: str = "default") -> MadeMapping:
-    """Returns the tensors of one adapter of a PEFT model, as Trainer.register takes them. An adapter needs a group of its own.
+def adapters(model: Any, adapter: str | Sequence[str] = "default") -> MadeMapping:
+    """Returns the tensors of one adapter of a PEFT model, or of several, as Trainer.register takes them. They need a group of their own.
 
-    Names are those of PEFT's files; beside them each layer has `lora_scaling`, of shape (1,) and float32. Sharded matrices stay
-    sharded. Raises InvalidArgument for an adapter that the model does not have, and as merged() does.
+    Names are those of PEFT's files; beside them each layer has `lora_scaling`, of shape (1,) and float32. Of several adapters each has its name
+    and "/" before the names of its tensors: "alice/base_model.model...". Sharded matrices stay sharded. Raises InvalidArgument for an adapter
+    that the model does not have, and as merged() does.
     """
+    base = _base_of(model)
+    found = _adapter(base, adapter) if isinstance(adapter, str) else {}
+    for each in () if isinstance(adapter, str) else adapter:
+        found |= {f"{each}/{name}": tensor for name, tensor in _adapter(base, each).items()}
+    return MadeMapping(found, MadeOf([base], partial(adapters, model, adapter)))
+
+
+def _adapter(base: Any, adapter: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, layer in _layers(_base_of(model)):
+    for name, layer in _layers(base):
         if adapter not in layer.scaling:
             continue
         for _, (attribute, matrix) in _matrices(layer, adapter):
@@ -230,8 +241,83 @@ def adapters(model: Any, adapter: str = "default") -> MadeMapping:
         found[f"{_PREFIX}{name}.lora_scaling"] = _scaling_of(layer, adapter, matrix)
     if not found:
         raise InvalidArgument(f"the model has no adapter '{adapter}' of LoRA", culprit="adapter")
-    found |= _trained_whole(_base_of(model), adapter)
-    return MadeMapping(found, MadeOf([_base_of(model)], partial(adapters, model, adapter)))
+    return found | _trained_whole(base, adapter)
+
+
+def specs_of(base: Iterable[TensorSpec], rank: int, target_modules: str | Sequence[str], dtype: str = "bfloat16") -> list[TensorSpec]:
+    """The tensors of an adapter of linear layers, under the names of PEFT's files.
+
+    `base`: the tensors of the base model's checkpoint (refitd.serving.read_manifest). `target_modules`: as in PEFT's LoraConfig, the ends of modules'
+    names, or a regular expression for whole names. Raises InvalidArgument for a target that the base model lacks.
+    """
+    targets = [target_modules] if isinstance(target_modules, str) else list(target_modules)
+    unknown, found = set(targets), []
+    for spec in base:
+        module = spec.name.removesuffix(".weight")
+        if module == spec.name or len(spec.shape) != 2:
+            continue
+        if isinstance(target_modules, str):
+            hits = {target_modules} if re.fullmatch(target_modules, module) else set()
+        else:
+            hits = {target for target in targets if module == target or module.endswith(f".{target}")}
+        unknown -= hits
+        if hits:
+            rows, columns = spec.shape
+            found.append(TensorSpec(f"{_PREFIX}{module}.lora_A.weight", dtype, (rank, columns)))
+            found.append(TensorSpec(f"{_PREFIX}{module}.lora_B.weight", dtype, (rows, rank)))
+    if unknown or rank < 1:
+        what = f"target_modules: '{min(unknown)}' names no linear layer of the base model" if unknown else f"rank: {rank} is not positive"
+        raise InvalidArgument(what, culprit="target_modules" if unknown else "rank")
+    return found
+
+
+class Matrices:
+    """An adapter of linear layers in memory that the daemon can write: its tensors, under the names of PEFT's files, and scalings, by module."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        """Raises Unimplemented, naming the tensor, for what is no matrix of a linear layer's adapter."""
+        self.tensors: dict[str, Any] = {}
+        self.scalings: dict[str, Any] = {}
+        for spec in specs:
+            ending = next((ending for ending in (".lora_A.weight", ".lora_B.weight") if spec.name.endswith(ending)), None)
+            if ending is None:
+                what = f"tensor '{spec.name}'"
+                raise Unimplemented(f"{what} is no matrix of a linear layer's adapter: merge it (refitd.integrations.lora)", culprit=what)
+            self.tensors[spec.name] = empty(spec.shape, spec.dtype, like="torch")
+            self.scalings.setdefault(spec.name.removesuffix(ending), empty(1, "float32", like="torch"))
+
+    def named(self, prefix: str) -> dict[str, Any]:
+        """All of it, by the names that adapters() gives."""
+        scalings = {f"{prefix}{module}.lora_scaling": tensor for module, tensor in self.scalings.items()}
+        return {**{prefix + name: tensor for name, tensor in self.tensors.items()}, **scalings}
+
+    def config(self) -> dict[str, Any]:
+        """PEFT's configuration of the adapter, with the scalings that are here now."""
+        ranks = {name.removesuffix(".lora_A.weight").removeprefix(_PREFIX): int(t.shape[0]) for name, t in self.tensors.items() if "lora_A" in name}
+        alphas = {name.removeprefix(_PREFIX): float(tensor) * ranks[name.removeprefix(_PREFIX)] for name, tensor in self.scalings.items()}
+        rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
+        made: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": sorted({name.rpartition(".")[2] for name in ranks})}
+        patterns = {
+            "rank_pattern": {re.escape(name): value for name, value in ranks.items() if value != rank},
+            "alpha_pattern": {re.escape(name): value for name, value in alphas.items() if value != alpha},
+        }
+        return {**made, **{name: pattern for name, pattern in patterns.items() if pattern}}
+
+
+class Receiver(EngineLoop):
+    """Receives the adapters of one group, for an engine that loads them from memory. `arrived`: how many versions came."""
+
+    arrived = 0
+
+    def __init__(self, matrices: Mapping[str, Matrices], **options: Any) -> None:
+        """Attaches; waits for daemon and group. `matrices`: by the prefix of their names in the group: "", or "NAME/" of each of several. `options`: as in
+        refitd.EngineLoop, but for `names`."""
+        names = {name: tensor for prefix, each in matrices.items() for name, tensor in each.named(prefix).items()}
+        super().__init__(torch.nn.Module(), names=names, clean=False, **options)
+
+    def _take(self, event: Any) -> None:
+        super()._take(event)
+        self.arrived += isinstance(event, Committed)
 
 
 class AdapterLoop(EngineLoop):

@@ -30,7 +30,7 @@ from .. import errors
 from .._core.member import Connect
 from ..errors import FailedPrecondition, InvalidArgument, Unimplemented
 from ..layout import TensorSpec, devices
-from ..layout.memory import digest, empty
+from ..layout.memory import digest
 from ..layout.placement import like
 from ..serving.ahead import Portion, as_before
 from ..serving.delivery import Delivery, Steps, decided, keep_memory, prove_kept, proved, tensors_of
@@ -38,7 +38,7 @@ from ..serving.derived import Quantised, of_experts
 from ..serving.driver import Driver, Follower, add_routes, refusal, update_info
 from ..serving.evidence import EVIDENCE_ATTRIBUTE, KEPT_ATTRIBUTE, Snapshot, note_changes
 from ..serving.proof import Probe, gathered, token_ids, tokens_for, union_over
-from ..serving.rank import EngineLoop, Kept, Rank, TakeUp, find_kept
+from ..serving.rank import Kept, Rank, TakeUp, find_kept
 from ..serving import Settings, read_manifest
 
 
@@ -113,6 +113,8 @@ class Controls:
     """
 
     def __init__(self, manager: Any, run: Run, cache: str) -> None:
+        if cache not in ("reset", "keep"):
+            raise InvalidArgument(f"cache: {cache!r} is vLLM's alone; SGLang's is reset or keep", culprit="cache")
         self._manager = manager
         self.run = run
         self._cache = cache
@@ -380,10 +382,6 @@ class _Guard:
         await (self._app if answer is None else answer)(scope, receive, send)
 
 
-_MATRICES = (".lora_A.weight", ".lora_B.weight")
-_SCALING = ".lora_scaling"  # as refitd.integrations.lora.adapters names it
-
-
 class AdapterFollower:
     """Attaches a LoRA adapter of an offline `sglang.Engine`. `poll` and `wait` of this object load new versions of the adapter: call them between
     calls of `generate`. Not thread-safe: call it where you call the engine."""
@@ -396,26 +394,17 @@ class AdapterFollower:
 
         Raises InvalidArgument and Unimplemented, naming the tensor, for what SGLang does not load from tensors, and what attaching raises.
         """
-        import torch
+        from .lora import Matrices, Receiver
 
         self.name = name
         self._engine = engine
         self._config: dict[str, Any] = json.loads((Path(adapter) / "adapter_config.json").read_text())
         self._loaded: int | None = None
-        self._tensors: dict[str, Any] = {}
-        self._scalings: dict[str, Any] = {}
-        for spec in read_manifest(adapter):
-            matrix = next((ending for ending in _MATRICES if spec.name.endswith(ending)), None)
-            if matrix is None:
-                what = f"tensor '{spec.name}'"
-                raise Unimplemented(f"{what} of {adapter} is no matrix of a linear layer's adapter: merge it (refitd.integrations.lora)", culprit=what)
-            self._tensors[spec.name] = empty(spec.shape, spec.dtype, like="torch")
-            scaling = spec.name.removesuffix(matrix) + _SCALING
-            self._scalings.setdefault(scaling, empty(1, "float32", like="torch"))
-        if not self._tensors:
+        specs = read_manifest(adapter)
+        if not specs:
             raise InvalidArgument(f"{adapter} has no tensor", culprit=adapter)
-        names = {**self._tensors, **self._scalings}
-        self._loop = EngineLoop(torch.nn.Module(), group=group, instance=instance, names=names, clean=False, socket=socket, connect=connect)
+        self._matrices = Matrices(specs)
+        self._loop = Receiver({"": self._matrices}, group=group, instance=instance, socket=socket, connect=connect)
 
     @property
     def version(self) -> int | None:
@@ -449,13 +438,13 @@ class AdapterFollower:
             self._loaded = None
             self._check(self._engine.unload_lora_adapter(self.name), "unload the version before of")
         # The tensors are copied for SGLang's processes within the call.
-        answer = self._engine.load_lora_adapter_from_tensors(self.name, {name: t.clone() for name, t in self._tensors.items()}, config)
+        answer = self._engine.load_lora_adapter_from_tensors(self.name, {name: t.clone() for name, t in self._matrices.tensors.items()}, config)
         self._check(answer, f"load version {version} of")
         self._loaded = version
 
     def _scaled(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The configuration with the lora_alpha that yields the trainer's scaling: SGLang computes lora_alpha / r, one value for all layers."""
-        values = {name: float(tensor) for name, tensor in self._scalings.items()}
+        values = {f"{name}.lora_scaling": float(tensor) for name, tensor in self._matrices.scalings.items()}
         first = next(iter(values.values()))
         other = next((name for name, value in values.items() if value != first), None)
         if other is not None:

@@ -19,7 +19,7 @@ from ..layout import TensorSpec
 from ..layout.memory import resolve
 
 PAUSES = ("keep", "wait", "abort")
-CACHES = ("reset", "keep")
+CACHES = ("reset", "keep", "version")
 PROOFS = ("report", "require", "off")  # what is unproved is reported or refused; or the proof does not run
 ARENAS = ("off", "device", "host")
 RESTORES = ("off", "on")
@@ -38,7 +38,8 @@ class Settings:
     as trainers have them; None: those of the model that vLLM was started with.
     `pause`: what happens to requests in flight: "keep" freezes them and goes on after the update, "wait" lets them end first, "abort"
     ends them.
-    `cache`: "reset" drops the prefix, encoder and multi-modal caches at each update, "keep" keeps them.
+    `cache`: "reset" drops the prefix, encoder and multi-modal caches at each update, "keep" keeps them, "version" (vLLM's alone) keeps the blocks of
+    the prefix cache for the requests that were accepted before the update, and later requests find none of them.
     `loader_bytes`: the most memory that a rank spends on tensors that can't be delivered in place; a model that needs more is
     refused by name.
     `arena`: "device" keeps the weights in memory with two sides (refitd.adopt), so that a version arrives while the engine serves, and only the

@@ -453,9 +453,9 @@ def _tied_names(model: Any, ignored: Sequence[str], specs: dict[str, TensorSpec]
 
     The daemon compares the values of both: those of a trainer's separate output layer would be dropped.
     """
+    tied = {name: to for name, to in getattr(model, "tied_names", {}).items() if name in ignored}
     if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        return {}
-    tied = {}
+        return tied
     for name in ignored:
         embeddings = [other for other in specs if other.endswith("embed_tokens.weight") and specs[other].shape == specs[name].shape]
         if name.endswith("lm_head.weight") and len(embeddings) == 1:

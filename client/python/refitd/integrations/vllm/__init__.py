@@ -39,8 +39,8 @@ from ...serving.driver import Alone, Driver, Follower, State, add_routes, refusa
 from ...serving.proof import Value
 from ...serving.rank import Kept, find_kept
 from ...serving import Settings
-from . import versions
-from .versions import LEAVE, by_external_launcher, check_backend, device_of, place, starts_clean, world_size_of
+from . import adapters, versions
+from .versions import LEAVE, by_external_launcher, check_api_servers, check_backend, device_of, place, starts_clean, world_size_of
 
 
 def register() -> None:
@@ -69,9 +69,10 @@ def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     config = llm.llm_engine.vllm_config
     check_backend(config)
     processes = Launched() if by_external_launcher(config.parallel_config) else Alone()
-    controls = OfflineControls(llm, processes)
+    made = Settings.of(settings)
+    controls = OfflineControls(llm, processes, made.cache)
     driver = Driver(
-        controls, Settings.of(settings), world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config), patient=False,
+        controls, made, world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config), patient=False,
         index=processes.index, drivers=processes.count,
     )  # fmt: skip
     controls.replace_sleep(driver)
@@ -97,8 +98,9 @@ class Launched(Alone):
 class OfflineControls:
     """The calls to a vllm.LLM. It generates only while `generate` runs, so that a paused LLM need only refuse requests (P2)."""
 
-    def __init__(self, llm: Any, processes: Alone) -> None:
+    def __init__(self, llm: Any, processes: Alone, cache: str = "reset") -> None:
         self._llm = llm
+        self._salts = versions.Salts(llm.llm_engine.engine_core) if cache == "version" else None
         self._paused = False
         self._sleep, self._wake_up = llm.sleep, llm.wake_up
         add_request = llm.llm_engine.add_request
@@ -142,6 +144,7 @@ class OfflineControls:
         self._llm.llm_engine.reset_encoder_cache()
 
     def register(self, init_info: dict[str, Any]) -> None:
+        versions.give_draft(self._llm, self._llm.llm_engine.vllm_config)
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def held(self) -> list[dict[str, Any] | None]:
@@ -169,6 +172,9 @@ class OfflineControls:
     def write(self, version: int, reset_caches: bool) -> None:
         if reset_caches:
             self._reset_caches()
+        if self._salts is not None:
+            self._salts.renew()
+            self._llm.llm_engine.reset_encoder_cache()
         llm = self._llm
         llm.start_weight_update(**versions.start_arguments(llm.start_weight_update))
         llm.update_weights({"update_info": update_info(version)})
@@ -318,23 +324,28 @@ class Endpoints:
     def __init__(self) -> None:
         self.driver: Driver | None = None
         self.versions: TokenVersions | None = None
+        self.adapters: adapters.Server | None = None
 
     def attach_router(self, app: Any) -> None:
         app.add_middleware(AddTokenVersions, versions_of=lambda: self.versions)
         app.add_middleware(_Guard, endpoints=self)
         add_routes(app, lambda: self.driver)
+        adapters.add_routes(app, lambda: self.adapters)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Makes the driver and lets it serve; vLLM calls this when its engine client is there."""
         if engine_client is None:
             return
+        wanted = adapters.wanted()
+        if wanted is not None:
+            self.adapters = adapters.Server(engine_client, state.openai_serving_models, wanted, settings=Settings.of())
         settings = Settings.of_server(logger)
         if settings is None:
             return
         config = engine_client.vllm_config
         check_backend(config)
         check_api_servers(config)
-        controls = ServerControls(engine_client, asyncio.get_running_loop())
+        controls = ServerControls(engine_client, asyncio.get_running_loop(), settings.cache)
         self.driver = Driver(controls, settings, world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config))
         self.versions = TokenVersions(engine_client)
         state.refitd_driver = self.driver
@@ -343,22 +354,13 @@ class Endpoints:
         self.driver.serve_on_thread()
 
 
-def check_api_servers(config: Any) -> None:
-    """Raises FailedPrecondition where several processes answer for the engine: each would drive it, and know only the pauses that it made."""
-    count = getattr(config.parallel_config, "_api_process_count", 1)
-    if count > 1:
-        raise FailedPrecondition(
-            f"vLLM has {count} API server processes (by default as many as data-parallel ranks): start it with --api-server-count 1",
-            culprit="api_server_count",
-        )
-
-
 class ServerControls:
     """The calls to vLLM's asynchronous engine, which the driver's thread makes."""
 
-    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, cache: str = "reset") -> None:
         self._engine = engine
         self._loop = loop
+        self._salts = versions.Salts(engine.engine_core) if cache == "version" else None
         self._unfinished: int | None = None  # the version whose update was written, and not finished
 
     def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
@@ -382,6 +384,8 @@ class ServerControls:
     def register(self, init_info: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        for call in versions.give_draft(self._engine, self._engine.vllm_config):
+            self._wait(call)
         self._wait(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     def held(self) -> list[dict[str, Any] | None]:
@@ -416,6 +420,9 @@ class ServerControls:
         await asyncio.gather(*self._finishing())
         if reset_caches:
             await self._reset_caches()
+        if self._salts is not None:
+            self._salts.renew()
+            await self._engine.reset_encoder_cache()
         await self._update(update_info(version))
         self._unfinished = version
 

@@ -42,6 +42,7 @@ from ...serving.proof import Probe, token_ids, tokens_for, union_over
 from ...serving.rank import PREPARE_SECONDS, Rank, TakeUp
 from ...serving import Settings, read_manifest
 from . import versions
+from .draft import WithDraft, manifest_of
 from .versions import CONFIG_ATTRIBUTE, current_config, make_exportable, set_backend
 
 
@@ -71,7 +72,7 @@ class RefitdBackend(WeightTransferEngine):
 
     init_info_cls = RefitdInitInfo
     update_info_cls = RefitdUpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True  # by which vLLM gives the draft model to `set_weight_update_target`
 
     def __init__(self, config: Any, *arguments: Any) -> None:
         super().__init__(config, *arguments)
@@ -83,6 +84,8 @@ class RefitdBackend(WeightTransferEngine):
         self.device: Any = parameters[0].device
         # A model with evidence came from refitd's loader, which fills it with random weights.
         clean = getattr(self.model, EVIDENCE_ATTRIBUTE, None) is None
+        self._served, self._draft = self.model, None
+        self._draft_alone = False  # whether an update was begun for the draft model alone
         set_backend(self)
         kept = getattr(self.model, KEPT_ATTRIBUTE, None)
         take_up = None if kept is None else TakeUp(kept, self._decide_kept, self._prove_kept, versions.gather)
@@ -97,6 +100,7 @@ class RefitdBackend(WeightTransferEngine):
         """Attaches and registers. Raises refitd.Error that names the tensor, parameter or field; the rank is detached then."""
         settings = Settings.of(vars(init_info)).checked()
         versions.check_experts_stay(self.parallel_config)
+        self._join_draft(settings)
         self._make_exportable()
         if self.rank.delivery is not None and not self.rank.clean:  # sleep of level 2 discarded the padding too
             zero_padding(self.model, self.rank.delivery)
@@ -104,6 +108,22 @@ class RefitdBackend(WeightTransferEngine):
         self.rank.attach(
             settings, instance, rank, world_size + init_info.drivers, dirty=init_info.dirty, restores=init_info.restores, driven=init_info.drivers > 0
         )
+
+    def _join_draft(self, settings: Settings) -> None:
+        """From now on the draft model's weights come with the served model's. Raises FailedPrecondition where they would stay as they are."""
+        method = versions.draft_of(self._vllm_config)
+        if method is None:
+            return
+        what = f"vLLM was started with a draft model (speculative_config, method '{method}')"
+        if self._draft is None:
+            why = "whose weights would stay as they are: let it have start_draft_weight_update and finish_weight_update before (vLLM since 0.32)"
+        elif settings.in_arenas:
+            why = "which an arena does not hold: set REFITD_ARENA=off"
+        else:
+            if not isinstance(self.model, WithDraft):
+                self.model = WithDraft(self._served, self._draft, self._manifest(settings))
+            return
+        raise FailedPrecondition(f"{what}, {why}", culprit="speculative_config")
 
     def _make_exportable(self) -> None:
         """Lets the daemon open weights in memory of vLLM's sleep mode."""
@@ -133,15 +153,20 @@ class RefitdBackend(WeightTransferEngine):
         """The checkpoint's tensors. Raises FailedPrecondition where the engine can't follow a group."""
         if self._vllm_config is None:
             raise FailedPrecondition("this version of vLLM gives a backend no configuration: start it with --load-format refitd")
-        draft = versions.draft_of(self._vllm_config)
-        if draft is not None:
-            raise FailedPrecondition(
-                f"vLLM was started with a draft model (speculative_config, method '{draft}'), whose weights would stay as they are",
-                culprit="speculative_config",
-            )
-        return read_manifest(settings.manifest or self._vllm_config.model_config.model)
+        model = self._vllm_config.model_config.model
+        if self._draft is None:
+            return read_manifest(settings.manifest or model)
+        return manifest_of(settings.manifest, model, self._vllm_config.speculative_config)
 
     # ---- updates ----
+
+    def set_weight_update_target(self, model: Any, model_config: Any) -> None:
+        """vLLM calls this when an update of the draft model begins, and `reset_weight_update_target` when one ends. `init_transfer_engine` needs to
+        have got the draft so; no update is for it alone."""
+        self._draft, self._draft_alone = model, True
+
+    def reset_weight_update_target(self) -> None:
+        self._draft_alone = False
 
     def start_weight_update(self) -> None:
         """Nothing is due before Prepare."""
@@ -151,6 +176,8 @@ class RefitdBackend(WeightTransferEngine):
 
     def receive_weights(self, update_info: RefitdUpdateInfo, load_weights: Any = None) -> None:
         """Takes one update; see `rank.Rank.take`."""
+        if self._draft_alone:
+            raise FailedPrecondition("the draft model's weights come with the served model's: begin by start_weight_update", culprit="speculative_config")
         if update_info.leave:
             self.rank.detach()
             return

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import secrets
 import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -430,12 +431,50 @@ def draft_of(vllm_config: Any) -> str | None:
     return None if method in (None, "ngram", "ngram_gpu", "suffix") else str(method)
 
 
+def give_draft(engine: Any, vllm_config: Any) -> list[Any]:
+    """Makes the calls by which vLLM's backends get the draft model, if there is one; returns what an asynchronous engine awaits."""
+    if draft_of(vllm_config) is None or not hasattr(engine, "start_draft_weight_update"):
+        return []
+    return [engine.start_draft_weight_update(), engine.finish_weight_update()]
+
+
 def finish(engine: Any, version: int) -> list[Coroutine[Any, Any, Any]]:
     """The calls to an asynchronous engine that end an update. Where vLLM labels tokens (since 0.27), the label is a call of its own
     here: `finish_weight_update(version)` sends it only when its first call was answered."""
     if hasattr(engine, "update_weight_version"):
         return [engine.finish_weight_update(), engine.update_weight_version(str(version))]
     return [engine.finish_weight_update(*finish_arguments(engine.finish_weight_update, version))]
+
+
+class Salts:
+    """Keeps requests that were accepted between two updates apart from all others in the prefix cache of one engine: each gets a `cache_salt`, by
+    which vLLM's blocks are found. A request's own salt is a part of it. `renew` must be called while the engine computes nothing, before weights
+    change; requests that came before it keep their salt to the end.
+
+    The salt begins with a number of this process's own, so that engines that share blocks by a KV connector find none of each other's: they do not
+    take a version at one moment.
+    """
+
+    def __init__(self, client: Any) -> None:
+        """`client`: that by which vLLM sends requests to its engine core."""
+        self._process, self._updates = secrets.token_hex(8), 0
+        if hasattr(client, "add_request"):
+            self._salt(client, "add_request")
+        if hasattr(client, "add_request_async"):
+            self._salt(client, "add_request_async")
+
+    def renew(self) -> None:
+        self._updates += 1
+
+    def _salt(self, client: Any, name: str) -> None:
+        """Salts what the client's method sends; the call sends it before it waits for anything."""
+        original = getattr(client, name)
+
+        def add_request(request: Any) -> Any:
+            request.cache_salt = f"refitd:{self._process}:{self._updates}:{request.cache_salt or ''}"
+            return original(request)
+
+        setattr(client, name, add_request)
 
 
 async def pause(engine: Any, mode: str) -> None:
@@ -465,6 +504,10 @@ def _loader_class(find_kept: FindKept) -> Any:
             with torch.no_grad():
                 for tensor, value in values:
                     tensor.copy_(value)
+            if getattr(model_config, "runner_type", "") == "draft":
+                from .draft import keep_own_parts
+
+                keep_own_parts(model, Settings.of().manifest, model_config.model)
             self._before = [(layer, early.get(id(layer)) or Snapshot.of(layer)) for layer in model.modules()]
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
@@ -582,9 +625,26 @@ def starts_clean(config: Any) -> bool:
 def check_backend(config: Any) -> None:
     """Raises FailedPrecondition where an engine of this configuration can't follow a group."""
     check_experts_stay(config.parallel_config)
+    draft = draft_of(config)
+    if draft is not None and config.parallel_config.pipeline_parallel_size > 1:
+        raise FailedPrecondition(
+            f"vLLM was started with a draft model (speculative_config, method '{draft}') and pipeline_parallel_size "
+            f"{config.parallel_config.pipeline_parallel_size}: the last stage alone has the draft",
+            culprit="speculative_config",
+        )
     transfer = config.weight_transfer_config
     if transfer is None or transfer.backend != "refitd":
         raise FailedPrecondition('vLLM was started without --weight-transfer-config \'{"backend": "refitd"}\'')
+
+
+def check_api_servers(config: Any) -> None:
+    """Raises FailedPrecondition where several processes answer for the engine: each would drive it, and know only the pauses that it made."""
+    count = getattr(config.parallel_config, "_api_process_count", 1)
+    if count > 1:
+        raise FailedPrecondition(
+            f"vLLM has {count} API server processes (by default as many as data-parallel ranks): start it with --api-server-count 1",
+            culprit="api_server_count",
+        )
 
 
 # The backend that vLLM made in this worker's process, for frameworks to whose code in the worker vLLM does not pass it.
