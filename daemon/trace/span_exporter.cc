@@ -50,11 +50,13 @@ SpanExporter::SpanExporter(SpanExporterOptions options)
 SpanExporter::~SpanExporter() { Stop(Duration::zero()); }
 
 void SpanExporter::Send(UpdateNews news) {
-  const double seconds = static_cast<double>(options_.now_ns() - epoch_ns_) / 1e9;
   MutexLock lock(&mutex_);
   if (stop_by_.has_value()) return;
+  const double seconds = static_cast<double>(options_.now_ns() - epoch_ns_) / 1e9;
   if (running_.size() >= kMaxRunning && !running_.contains(news.group)) {
     running_.erase(running_.begin());
+    ++dropped_;
+    options_.count(false);
   }
   const auto at = running_.try_emplace(news.group).first;
   Changes& changes = at->second;

@@ -283,7 +283,7 @@ class Demo {
 
   // On the watcher's thread: draws progress.
   void OnUpdate(const v1::UpdateStatus& update) {
-    if (refitctl::HasEnded(update)) return;
+    if (HasEnded(update)) return;
     if (update.update_id() != metered_update_) {
       metered_update_ = update.update_id();
       meter_ = ProgressMeter();

@@ -132,9 +132,10 @@ struct Shared {
   std::shared_ptr<CudaContexts> contexts;
   NcclWireOptions options;
   std::shared_ptr<LostContext> lost;
-  // Threads for calls that may hang: aborts, and the making of ids, which takes long.
-  std::shared_ptr<NcclThread> watched;
-  std::shared_ptr<NcclThread> opening;
+  // Threads for calls that may hang. Aborts: as many as a communicator has rails, since all of them
+  // are aborted at once.
+  std::vector<std::shared_ptr<NcclThread>> watched;
+  std::shared_ptr<NcclThread> opening;  // the making of ids, which takes long
   std::atomic<int64_t> abandoned{0};  // communicators that never connected
 };
 
@@ -484,30 +485,30 @@ class NcclCommunicator final : public WireCommunicator {
   // Aborts the communicator, so that the devices end NCCL's work, and waits until they have (P6).
   void Lose() override { GiveUp(); }
 
-  // Aborts the communicator, and waits however long that takes, because the memory may be touched
-  // until then. A hang is reported as a loss by the thread that watches the call, and ends with the
-  // process. All rails are aborted before any is waited for, since they end together.
+  // Aborts the rails, all at once, and waits however long that takes, because the memory may be
+  // touched until then. A hang is reported as a loss by the thread that watches the call, and ends
+  // with the process.
   void GiveUp() {
-    std::vector<const Rail*> aborted;
-    for (Rail& rail : rails_) {
-      if (rail.comm == nullptr) continue;
-      Abort(&rail);
-      aborted.push_back(&rail);
+    std::vector<std::pair<const Rail*, std::future<void>>> aborts;
+    for (size_t i = 0; i < rails_.size(); ++i) {
+      if (rails_[i].comm != nullptr) aborts.emplace_back(&rails_[i], PostAbort(i));
     }
-    for (const Rail* rail : aborted) DrainStream(*rail);
+    for (const auto& [rail, aborted] : aborts) aborted.wait();
+    for (const auto& [rail, aborted] : aborts) DrainStream(*rail);
   }
 
-  void Abort(Rail* rail) {
+  std::future<void> PostAbort(size_t number) {
+    Rail& rail = rails_[number];
     auto aborted = std::make_shared<std::promise<void>>();
-    shared_->watched->Post(fmt::format("ncclCommAbort of communicator {}", id_),
-                           Clock::now() + kCleanUp,
-                           [shared = shared_, context = rail->context, comm = rail->comm, aborted] {
-                             const ScopedContext current(shared->contexts->api(), context);
-                             if (current.status().ok()) (void)shared->nccl->ncclCommAbort(comm);
-                             aborted->set_value();
-                           });
-    aborted->get_future().wait();
-    rail->comm = nullptr;
+    shared_->watched[number % shared_->watched.size()]->Post(
+        fmt::format("ncclCommAbort of communicator {}", id_), Clock::now() + kCleanUp,
+        [shared = shared_, context = rail.context, comm = rail.comm, aborted] {
+          const ScopedContext current(shared->contexts->api(), context);
+          if (current.status().ok()) (void)shared->nccl->ncclCommAbort(comm);
+          aborted->set_value();
+        });
+    rail.comm = nullptr;
+    return aborted->get_future();
   }
 
   void DrainStream(const Rail& rail) {
@@ -530,16 +531,17 @@ class NcclCommunicator final : public WireCommunicator {
   }
 
   void StopListening() {
-    for (Rail& rail : rails_) {
+    for (size_t i = 0; i < rails_.size(); ++i) {
+      Rail& rail = rails_[i];
       if (!rail.listens.has_value()) continue;
-      if (&rail == &rails_.front()) ++shared_->abandoned;
+      if (i == 0) ++shared_->abandoned;
       const absl::StatusOr<CUcontext> context = shared_->contexts->GetWithStack(rail.device);
-      if (!context.ok()) return;
+      if (!context.ok()) continue;
       rail.context = *context;
       const ScopedContext current(shared_->contexts->api(), rail.context);
-      if (!current.status().ok()) return;
+      if (!current.status().ok()) continue;
       rail.comm = MakeLastRank(*shared_->nccl, *rail.listens, kLastRank);
-      if (rail.comm != nullptr) Abort(&rail);
+      if (rail.comm != nullptr) PostAbort(i).wait();
     }
   }
 
@@ -573,7 +575,7 @@ class NcclWire final : public DeviceWire {
   ~NcclWire() override {
     CloseAll();
     const Clock::time_point deadline = Clock::now() + shared_->options.limit;
-    shared_->watched->Stop(deadline);
+    for (const std::shared_ptr<NcclThread>& thread : shared_->watched) thread->Stop(deadline);
     shared_->opening->Stop(deadline);
   }
 
@@ -623,8 +625,11 @@ absl::StatusOr<std::unique_ptr<DeviceWire>> MakeNcclWire(std::shared_ptr<const N
   shared->contexts = owner->contexts();
   shared->options = options;
   shared->lost = std::make_shared<LostContext>(options.lost);
-  shared->watched = std::make_shared<NcclThread>(options.limit, shared->lost);
-  shared->watched->Start();
+  const auto devices = static_cast<size_t>(std::max(shared->contexts->devices(), 1));
+  for (size_t i = 0; i < std::min(devices, kMaxRails); ++i) {
+    shared->watched.push_back(std::make_shared<NcclThread>(options.limit, shared->lost));
+    shared->watched.back()->Start();
+  }
   shared->opening = std::make_shared<NcclThread>(options.limit, shared->lost);
   shared->opening->Start();
   return std::make_unique<NcclWire>(std::move(shared));
