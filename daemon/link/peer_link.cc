@@ -62,7 +62,6 @@ class PeerLink::Call final : public grpc::ClientBidiReactor<v1::PeerMessage, v1:
     self_ = shared_from_this();
     stub_ = v1::Peer::NewStub(
         MakePeerChannel(dial_.address, dial_.credentials, dial_.limits.message_bytes));
-    context_.set_wait_for_ready(dial_.wait > Duration(0));
     stub_->async()->Link(&context_, this);
     AddHold();  // Writes start outside of gRPC's callbacks. The hold goes when `ended_` is set.
     StartRead(&answer_);

@@ -56,7 +56,8 @@ struct PeerDial {
   std::string address;  // the coordinator's "host:port"
   std::string group;
   std::optional<GroupSpec> spec;  // absent: the group must exist
-  // How long to wait for the group, and for a coordinator that does not listen yet; 0: not at all.
+  // How long to wait for the group; 0: not at all. A coordinator that does not listen is reported
+  // at once.
   Duration wait{};
   std::string daemon_id;
   std::string boot_id;  // kBootIdBytes

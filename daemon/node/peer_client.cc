@@ -15,13 +15,10 @@ namespace {
 
 // The pause between a refusal that may pass and the next try to join.
 constexpr Duration kRejoinPause = std::chrono::milliseconds(250);
-// For a member that does not wait for its group while others do: how long it may take to find out
-// whether the group exists.
-constexpr Duration kJoinGrace = std::chrono::seconds(10);
-// How long a try to join may run on after the wait of a member has ended, if the try waits no
-// longer than that member: the time that joining takes, and the time to report the end of the link
-// (P4).
-constexpr Duration kTryGrace = PeerLinkLimits().join + kPeerEndLimit;
+// How long joining may take after the wait of a member has ended, or of a member that does not wait
+// (P4). Less than the time that clients give a daemon to answer (ConnectOptions::call_margin), so
+// that members hear why the coordinator was not joined.
+constexpr Duration kJoinGrace = std::chrono::seconds(4);
 
 // OK: the group, which this daemon has joined, takes a member that names the coordinator as
 // `named`.
@@ -71,10 +68,9 @@ PendingAttaches::Expiry ExpiryOf(const Groups& groups) {
     const bool tries = group != nullptr && group->join.joining;
     // A member that does not wait for the group gets the time that joining takes.
     const TimePoint own = member.waits ? member.deadline : member.deadline + kJoinGrace;
-    // A running try that waits no longer than the member ends by itself, and then tells the member
-    // why.
+    // A running try that waits no longer than the member may end meanwhile, and tell why.
     if (tries && !group->join.redial.has_value() && group->join.dialled_until <= own) {
-      return member.deadline + kTryGrace;
+      return member.deadline + kJoinGrace;
     }
     return own;
   };
