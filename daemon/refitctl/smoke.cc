@@ -261,6 +261,9 @@ class Smoke {
     for (size_t i = 0; i < outcomes.size(); ++i) result_.sites[i].outcome = outcomes[i].get();
     REFITD_RETURN_IF_ERROR(commit.status());
     result_.commit = *std::move(commit);
+    // An instance of a smoke, also of one with --join, has the name of its daemon.
+    for (const client::InstanceOutcome& instance : result_.commit.instances)
+      std::erase(result_.not_tried, instance.instance);
     return Judge();
   }
 
