@@ -32,8 +32,10 @@ put 644 "$source/deploy/systemd/tmpfiles.conf" /usr/lib/tmpfiles.d/refitd.conf
 for example in gpu.conf cluster.conf cluster.textproto logrotate.conf; do
   put 644 "$source/deploy/systemd/$example" "/usr/share/doc/refitd/examples/$example"
 done
-put 644 "$source/deploy/refitd.textproto" /usr/share/doc/refitd/examples/refitd.textproto
-for page in access.md operations.md security.md troubleshooting.md reference/{commands,log,metrics,settings}.md; do
+for example in refitd.textproto prometheus/{alerts,scrape}.yml grafana/refitd.json; do
+  put 644 "$source/deploy/$example" "/usr/share/doc/refitd/examples/${example##*/}"
+done
+for page in {access,networks,operations,refitctl,runbook,security,sizing,troubleshooting,upgrade}.md reference/{commands,log,metrics,settings}.md; do
   put 644 "$source/docs/$page" "/usr/share/doc/refitd/$page"
 done
 if [[ ! -e $destination/etc/refitd/refitd.textproto ]]; then

@@ -165,7 +165,7 @@ KINDS = {
     ("monitoring.coreos.com/v1", "PrometheusRule"): {
         "spec": {"groups": [{
             "name": STRING,
-            "rules": [{"alert": STRING, "expr": STRING, "for": STRING, "labels": MAP, "annotations": MAP}],
+            "rules": [{"alert": STRING, "expr": STRING, "for": STRING, "keep_firing_for": STRING, "labels": MAP, "annotations": MAP}],
         }]},
     },
     ("apps/v1", "DaemonSet"): {
