@@ -139,7 +139,8 @@ def test_twenty_tenants_under_load(tmp_path: Path) -> None:
     before = folders()
     lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", "--max-cpu-loras", "8")
     with testing.daemon() as daemon:
-        environment = {"REFITD_ADAPTERS": "[]", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "REFITD_GROUP": None}
+        # vLLM's own routes load the adapters to compare with.
+        environment = {"REFITD_ADAPTERS": "[]", "REFITD_ADAPTERS_ROUTES": "on", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "REFITD_GROUP": None}
         with Server(checkpoint, tmp_path / "server.log", daemon.socket, "--load-format", "auto", *lora, **environment) as server:
             server.until(lambda: server.ask("GET", adapters.ROUTE)[0] == 200 if server.get("/health")[0] == 200 else False, "the server answers")
             expected = {}
@@ -148,6 +149,12 @@ def test_twenty_tenants_under_load(tmp_path: Path) -> None:
                 expected[seed] = server.choice(prompt, model=f"f{seed}", return_token_ids=True)[0]["token_ids"]
                 assert server.post("/v1/unload_lora_adapter", {"lora_name": f"f{seed}"}) == 200
             assert len({str(tokens) for tokens in expected.values()}) == len(expected), "adapters give the same tokens: the test could not fail"
+            for wanted, why in (
+                ({"name": "tiny", "group": "tiny", **WANTED}, "served model"),
+                ({"name": "a", "group": "a", **WANTED, "target_modules": "(a+)+$"}, "target_modules"),
+            ):
+                status, body = server.ask("POST", adapters.ROUTE, wanted)
+                assert status == 400 and why in body["error"], (status, body)
             trainers = {name: Tenant(daemon.socket, name) for name in names}
             sent: dict[str, dict[int, int]] = {name: {} for name in names}  # by tenant and version, the seed
             there: set[str] = set()
