@@ -139,15 +139,24 @@ def test_twenty_tenants_under_load(tmp_path: Path) -> None:
     before = folders()
     lora = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", "--max-cpu-loras", "8")
     with testing.daemon() as daemon:
-        environment = {"REFITD_ADAPTERS": "[]", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "REFITD_GROUP": None}
+        # vLLM's own routes load the adapters to compare with.
+        environment = {"REFITD_ADAPTERS": "[]", "REFITD_ADAPTERS_ROUTES": "on", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "REFITD_GROUP": None}
         with Server(checkpoint, tmp_path / "server.log", daemon.socket, "--load-format", "auto", *lora, **environment) as server:
             server.until(lambda: server.ask("GET", adapters.ROUTE)[0] == 200 if server.get("/health")[0] == 200 else False, "the server answers")
             expected = {}
             for seed in files:
                 assert server.post("/v1/load_lora_adapter", {"lora_name": f"f{seed}", "lora_path": str(tmp_path / f"file-{seed}")}) == 200
-                expected[seed] = server.choice(prompt, model=f"f{seed}", return_token_ids=True)[0]["token_ids"]
+                for beams in (False, True):
+                    asked = server.choice(prompt, model=f"f{seed}", return_token_ids=True, use_beam_search=beams)
+                    expected[seed, beams] = asked[0]["token_ids"]
                 assert server.post("/v1/unload_lora_adapter", {"lora_name": f"f{seed}"}) == 200
-            assert len({str(tokens) for tokens in expected.values()}) == len(expected), "adapters give the same tokens: the test could not fail"
+            assert len({str(expected[seed, False]) for seed in files}) == len(files), "adapters give the same tokens: the test could not fail"
+            for wanted, why in (
+                ({"name": "tiny", "group": "tiny", **WANTED}, "served model"),
+                ({"name": "a", "group": "a", **WANTED, "target_modules": "(a+)+$"}, "target_modules"),
+            ):
+                status, body = server.ask("POST", adapters.ROUTE, wanted)
+                assert status == 400 and why in body["error"], (status, body)
             trainers = {name: Tenant(daemon.socket, name) for name in names}
             sent: dict[str, dict[int, int]] = {name: {} for name in names}  # by tenant and version, the seed
             there: set[str] = set()
@@ -157,11 +166,13 @@ def test_twenty_tenants_under_load(tmp_path: Path) -> None:
 
             def ask(number: int) -> None:
                 mine = random.Random(SEED + number)
+                beams = number % 2 == 0  # which generate once for each token
                 while not stop.is_set():
                     name = mine.choice(names)
                     status, body = server.ask(
                         "POST", "/v1/completions",
-                        {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True},
+                        {"model": name, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+                         "use_beam_search": beams},
                     )  # fmt: skip
                     if status == 404:
                         refused[0] += 1
@@ -171,8 +182,8 @@ def test_twenty_tenants_under_load(tmp_path: Path) -> None:
                         continue
                     told, _, version = body["model"].partition("@")
                     tokens = body["choices"][0]["token_ids"]
-                    if told != name or tokens != expected[sent[name][int(version)]]:
-                        whose = [seed for seed, found in expected.items() if found == tokens]
+                    if told != name or tokens != expected[sent[name][int(version)], beams]:
+                        whose = [seed for seed in files if expected[seed, beams] == tokens]
                         wrong.append(f"{name} was answered by {body['model']} with tokens of {whose}, and sent {sent[name]}")
                     answered[0] += 1
 

@@ -200,6 +200,14 @@ class Calls(unittest.TestCase):
                 check_backend(SimpleNamespace(parallel_config=parallel, weight_transfer_config=transfer))
             self.assertEqual(caught.exception.culprit, name)
 
+    def test_a_cache_by_version_with_a_kv_connector_is_refused_by_name(self):
+        config = SimpleNamespace(parallel_config=SimpleNamespace(), weight_transfer_config=SimpleNamespace(backend="refitd"), kv_transfer_config=object())
+        check_backend(config, "reset")
+        with self.assertRaisesRegex(FailedPrecondition, "kv_transfer_config") as caught:
+            check_backend(config, "version")
+        self.assertEqual(caught.exception.culprit, "cache")
+        check_backend(SimpleNamespace(**{**vars(config), "kv_transfer_config": None}), "version")
+
     def test_a_draft_that_one_stage_alone_has_is_refused(self):
         transfer, stages = SimpleNamespace(backend="refitd"), SimpleNamespace(pipeline_parallel_size=2)
         with self.assertRaisesRegex(FailedPrecondition, "pipeline_parallel_size 2") as caught:

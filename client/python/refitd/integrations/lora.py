@@ -316,8 +316,12 @@ class Receiver(EngineLoop):
         super().__init__(torch.nn.Module(), names=names, clean=False, **options)
 
     def _take(self, event: Any) -> None:
-        super()._take(event)
-        self.arrived += isinstance(event, Committed)
+        if not isinstance(event, Committed):
+            super()._take(event)
+            return
+        with self._changed:  # who waits for the version finds it counted
+            self.arrived += 1
+            super()._take(event)
 
 
 class AdapterLoop(EngineLoop):

@@ -67,9 +67,9 @@ def _find_kept(parallel: Any, device: Any) -> Kept | None:
 def follow(llm: Any, settings: Mapping[str, Any] | None = None) -> Follower:
     """Attaches an offline `vllm.LLM`, whose updates then happen in `Follower.poll` and `Follower.wait`. See `driver.Follower`."""
     config = llm.llm_engine.vllm_config
-    check_backend(config)
-    processes = Launched() if by_external_launcher(config.parallel_config) else Alone()
     made = Settings.of(settings)
+    check_backend(config, made.cache)
+    processes = Launched() if by_external_launcher(config.parallel_config) else Alone()
     controls = OfflineControls(llm, processes, made.cache)
     driver = Driver(
         controls, made, world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config), patient=False,
@@ -343,7 +343,7 @@ class Endpoints:
         if settings is None:
             return
         config = engine_client.vllm_config
-        check_backend(config)
+        check_backend(config, settings.cache)
         check_api_servers(config)
         controls = ServerControls(engine_client, asyncio.get_running_loop(), settings.cache)
         self.driver = Driver(controls, settings, world_size=world_size_of(config), clean=starts_clean(config), device=device_of(config))

@@ -18,7 +18,7 @@ cache is shared, and all ranks compute a step with the same version. A version's
 An adapter is refused by the name of a module that the base model lacks, and what vLLM itself refuses is found when it is added: a trial of zeros is loaded.
 
 Of vLLM's inside this uses `LoRARequest`, `add_lora` and `remove_lora` of its engines, `lora_requests` of the server's models, and, to tell whether
-blocks are kept apart by path, `_gen_lora_extra_hash_keys`.
+blocks are kept apart by path, `_gen_lora_extra_hash_keys`, and, to tell whether scalings of single layers are read, the fields of `PEFTHelper`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ import logging
 import os
 import re
 import shutil
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import TimeoutError as CallTimeout
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from socket import gethostname
@@ -43,7 +46,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from ..._core.member import Connect
-from ...errors import Error, FailedPrecondition, InvalidArgument, NotFound
+from ...errors import DeadlineExceeded, Error, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from ...layout import TensorSpec
 from ...serving import Settings, read_manifest
 from .versions import check_api_servers
@@ -59,6 +62,12 @@ FIRST_ID = 1 << 30
 ROUTE = "/v1/refitd/adapters"
 # How often the server looks for new versions.
 LOOK_SECONDS = 0.02
+# When a version that could not be written is tried again.
+RETRY_SECONDS = 1.0
+# How long a call to vLLM may take: it waits for a step, and reads files in memory.
+CALL_SECONDS = 120.0
+# How many clients may add adapters at once: each holds one of the server's threads (40), up to REFITD_WAIT_SECONDS where there is no such group.
+MAX_ADDING = 8
 
 
 class Calls(Protocol):
@@ -68,8 +77,11 @@ class Calls(Protocol):
 
     def remove(self, lora_id: int) -> None: ...
 
-    def name(self, requests: dict[str, Any], gone: Sequence[str]) -> None:
-        """Lets clients find these requests under these names, and no more those of `gone`. Waits for nothing."""
+    def name(self, requests: Mapping[str, Any], gone: Mapping[str, Any]) -> None:
+        """Lets clients find these requests under these names, and no more those of `gone`, where they still have that name. Waits for nothing."""
+
+    def served(self, name: str) -> bool:
+        """Whether clients find something else by this name, or by this name with a version."""
 
     def busy(self) -> bool:
         """Whether requests are in flight of which `acquire` was not told."""
@@ -80,6 +92,7 @@ class _Version:
     number: int
     request: Any
     uses: int = 0  # requests in flight
+    held: int = 0  # HTTP requests that found it by name, and are not yet answered
 
 
 @dataclass(eq=False)
@@ -90,6 +103,7 @@ class _Tenant:
     taken: int = 0  # how many versions had come when the last was taken, or refused
     versions: list[_Version] = field(default_factory=list)  # the newest comes last
     reason: str = ""
+    again: float = 0.0  # when, by time.monotonic(), a version that could not be written is tried again
 
 
 class Adapters:
@@ -101,6 +115,8 @@ class Adapters:
         config = vllm_config.lora_config
         if config is None:
             raise FailedPrecondition("vLLM was started without --enable-lora", culprit="enable_lora")
+        if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+            raise FailedPrecondition("vLLM was started with --enable-sleep-mode: a version that comes while it sleeps has no memory", culprit="enable_sleep_mode")
         nodes = getattr(vllm_config.parallel_config, "nnodes", 1)
         if nodes > 1:
             raise FailedPrecondition(f"vLLM runs on {nodes} nodes, and adapters are in the memory of one", culprit="nnodes")
@@ -115,9 +131,7 @@ class Adapters:
         self._by_path: dict[str, tuple[_Tenant, _Version]] = {}
         self._ids = count(FIRST_ID)
         _remove_left_over()
-        self._folder = Path(tempfile.mkdtemp(prefix=_NAME, dir=FOLDER))
-        self._held = open(self._folder / "lock", "w")
-        fcntl.flock(self._held, fcntl.LOCK_EX)
+        self._folder, self._held = _make_folder()
         atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
 
     # ---- tenants ----
@@ -149,6 +163,9 @@ class Adapters:
                     raise InvalidArgument(f"name: {name!r} is an adapter's already, or has other characters than letters, digits, '.', '_' and '-'", culprit="name")
             self._coming |= adapters.keys()
         try:
+            for name in adapters:
+                if self._calls.served(name):
+                    raise InvalidArgument(f"name: {name!r} is the served model's, or that of an adapter which vLLM loaded by itself", culprit="name")
             base = read_manifest(self._model)
             matrices = {name: self._tried(name, base, **wanted) for name, wanted in adapters.items()}
             loop = Receiver(
@@ -167,7 +184,8 @@ class Adapters:
             if tenant is None:
                 raise NotFound(f"there is no adapter '{name}'", culprit=f"adapter '{name}'")
             self._leaving.append(tenant)
-            self._calls.name({}, [name, *(f"{name}@{version.number}" for version in tenant.versions)])
+            named = {f"{name}@{version.number}": version.request for version in tenant.versions}
+            self._calls.name({}, {**named, name: tenant.versions[-1].request} if named else {})
             shared = any(other.loop is tenant.loop for other in self._tenants.values())
         if not shared:
             tenant.loop.close()
@@ -179,18 +197,28 @@ class Adapters:
             tenants = list(self._tenants.values())
         for tenant in tenants:
             loop = tenant.loop
-            if loop.version is not None and loop.arrived != tenant.taken:
-                self._take(tenant)
+            if loop.version is not None and loop.arrived != tenant.taken and time.monotonic() >= tenant.again:
+                try:
+                    self._take(tenant)
+                except Exception as error:
+                    self._note(tenant, f"adapter '{tenant.name}': its version is not taken, and tried again: {error}")
+                    tenant.again = time.monotonic() + RETRY_SECONDS
         self._retire()
 
     def wait(self, name: str, version: int, timeout_seconds: float = 600.0) -> int:
         """Waits for `version` of the adapter or a newer one, and takes it. Raises NotFound, DeadlineExceeded, FailedPrecondition where vLLM refuses it."""
         tenant = self._find(name)
+        deadline = time.monotonic() + timeout_seconds
         tenant.loop.wait(version, timeout_seconds)
-        self.poll()
-        if tenant.reason:
-            raise FailedPrecondition(tenant.reason, culprit=f"adapter '{name}'")
-        return tenant.versions[-1].number
+        while True:
+            self.poll()
+            if tenant.reason:
+                raise FailedPrecondition(tenant.reason, culprit=f"adapter '{name}'")
+            if tenant.versions and tenant.versions[-1].number >= version:
+                return tenant.versions[-1].number
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"adapter '{name}': version {version} was not taken within {timeout_seconds} s")
+            time.sleep(LOOK_SECONDS)  # the next version is being written already
 
     def request(self, name: str, version: int | None = None) -> Any:
         """The LoRARequest of the adapter's newest version, or of `version`, one of those that are kept. Offline, ask anew after
@@ -219,24 +247,20 @@ class Adapters:
         for tenant in self._tenants.values():
             tenant.loop.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._held.close()
+        os.close(self._held)
 
     # ---- requests ----
 
     def acquire(self, request: Any) -> Any:
-        """The request to compute with in place of `request`, which stays here until `release` of it. A request of a version that is gone gets the newest;
-        raises NotFound where the adapter is gone. Requests of adapters that are not here pass."""
+        """Keeps the version of `request` until `release` of it; returns `request`. Raises NotFound where the version is gone. Requests of adapters that are
+        not here pass."""
         with self._lock:
             found = self._by_path.get(request.lora_path)
-            if found is None:
-                if not request.lora_path.startswith(str(self._folder)):
-                    return request
-                tenant = self._find(request.lora_name.rpartition("@")[0])
-                if not tenant.versions:
-                    raise NotFound(f"adapter '{tenant.name}' has no version here", culprit=f"adapter '{tenant.name}'")
-                found = tenant, tenant.versions[-1]
-            found[1].uses += 1
-            return found[1].request
+            if found is not None:
+                found[1].uses += 1
+            elif self._made(request):
+                raise NotFound(f"'{request.lora_name}' is not here any more", culprit=f"adapter '{request.lora_name.rpartition('@')[0]}'")
+            return request
 
     def release(self, request: Any) -> None:
         with self._lock:
@@ -244,7 +268,32 @@ class Adapters:
             if found is not None:
                 found[1].uses -= 1
 
+    def hold(self, name: str, request: Any) -> Any:
+        """What a client gets that asked for `name`, where the server's table has `request`; it stays here until `let_go`, though no engine computes with it
+        yet. The table may be a moment behind: the name of an adapter is that of its newest version."""
+        with self._lock:
+            tenant = self._tenants.get(name)
+            if tenant is not None and tenant.versions and self._made(request):
+                request = tenant.versions[-1].request
+            if request.lora_path in self._by_path:
+                self._by_path[request.lora_path][1].held += 1
+            return request
+
+    def let_go(self, request: Any) -> None:
+        with self._lock:
+            found = self._by_path.get(request.lora_path)
+            if found is not None:
+                found[1].held -= 1
+
     # ---- inside ----
+
+    def _made(self, request: Any) -> bool:
+        return Path(request.lora_path).parent == self._folder
+
+    def _note(self, tenant: _Tenant, reason: str) -> None:
+        if tenant.reason != reason:
+            logger.exception("refitd: %s", reason)
+        tenant.reason = reason
 
     def _tried(
         self, name: str, base: Sequence[TensorSpec], rank: int = 0, target_modules: str | Sequence[str] = (), dtype: str = "bfloat16", like: str | None = None
@@ -286,13 +335,19 @@ class Adapters:
     def _write(self, name: str, matrices: Any) -> Any:
         """The adapter as PEFT's files in a folder of its own; returns vLLM's request for it."""
         from safetensors.torch import save_file
+        from vllm.lora.peft_helper import PEFTHelper
         from vllm.lora.request import LoRARequest
 
+        config = matrices.config()
+        dropped = config.keys() & {"rank_pattern", "alpha_pattern"} - {each.name for each in fields(PEFTHelper)}
+        if dropped:
+            what = f"this version of vLLM drops '{min(dropped)}' of an adapter's configuration: ranks and scalings must be those of all its layers"
+            raise FailedPrecondition(what, culprit=min(dropped))
         number = next(self._ids)
         folder = self._folder / str(number)
         folder.mkdir()
         try:
-            (folder / "adapter_config.json").write_text(json.dumps(matrices.config()))
+            (folder / "adapter_config.json").write_text(json.dumps(config))
             save_file(dict(matrices.tensors), folder / "adapter_model.safetensors")
         except BaseException:
             shutil.rmtree(folder)
@@ -300,24 +355,32 @@ class Adapters:
         return LoRARequest(name, number, str(folder))
 
     def _take(self, tenant: _Tenant) -> None:
+        """Raises what hinders it from being written, and DeadlineExceeded where vLLM does not answer."""
         loop = tenant.loop
-        with loop.use() as version:
-            tenant.taken = loop.arrived
-            request = self._write(f"{tenant.name}@{version}", tenant.matrices)
+        try:
+            with loop.use(0) as version:
+                arrived = loop.arrived
+                request = self._write(f"{tenant.name}@{version}", tenant.matrices)
+        except DeadlineExceeded:
+            return  # the next version is being written
         try:
             self._calls.add(request)
+        except DeadlineExceeded:
+            shutil.rmtree(request.lora_path, ignore_errors=True)
+            raise
         except Exception as error:
-            tenant.reason = f"version {version} of adapter '{tenant.name}': vLLM does not load it: {error}"
-            logger.exception("refitd: %s", tenant.reason)
-            shutil.rmtree(request.lora_path)
+            tenant.taken = arrived
+            self._note(tenant, f"version {version} of adapter '{tenant.name}': vLLM does not load it: {error}")
+            shutil.rmtree(request.lora_path, ignore_errors=True)
             return
+        tenant.taken = arrived
         made = _Version(version, request)
         with self._lock:
             tenant.reason = ""
             tenant.versions.append(made)
             self._by_path[request.lora_path] = tenant, made
             if self._tenants.get(tenant.name) is tenant:  # else it was removed meanwhile
-                self._calls.name({tenant.name: request, f"{tenant.name}@{version}": request}, ())
+                self._calls.name({tenant.name: request, f"{tenant.name}@{version}": request}, {})
             elif tenant not in self._leaving:
                 self._leaving.append(tenant)
 
@@ -328,18 +391,20 @@ class Adapters:
         gone: list[tuple[_Tenant, _Version]] = []
         with self._lock:
             for tenant, kept in [*((tenant, self._kept + 1) for tenant in self._tenants.values()), *((tenant, 0) for tenant in self._leaving)]:
-                old = [version for version in tenant.versions[: len(tenant.versions) - kept] if not version.uses] if len(tenant.versions) > kept else []
+                old = [version for version in tenant.versions[: max(0, len(tenant.versions) - kept)] if not version.uses and not version.held]
                 gone += [(tenant, version) for version in old]
                 for version in old:
                     tenant.versions.remove(version)
                     del self._by_path[version.request.lora_path]
             self._leaving = [tenant for tenant in self._leaving if tenant.versions]
-            self._calls.name({}, [f"{tenant.name}@{version.number}" for tenant, version in gone])
-        for _, version in gone:
+            self._calls.name({}, {f"{tenant.name}@{version.number}": version.request for tenant, version in gone})
+        for tenant, version in gone:
             try:
                 self._calls.remove(version.request.lora_int_id)
+            except Exception:
+                logger.exception("refitd: vLLM did not give up version %s of adapter '%s'", version.number, tenant.name)
             finally:
-                shutil.rmtree(version.request.lora_path)
+                shutil.rmtree(version.request.lora_path, ignore_errors=True)
 
 
 def _check_blocks_are_kept_apart() -> None:
@@ -352,15 +417,37 @@ def _check_blocks_are_kept_apart() -> None:
         raise FailedPrecondition("this version of vLLM finds blocks of an adapter's other versions in its prefix cache: adapters need 0.32", culprit="vllm")
 
 
+def _make_folder() -> tuple[Path, int]:
+    """A new folder, and the descriptor of its file `lock`, whose lock says that the folder is in use."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_NAME, dir=FOLDER))
+        held = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(os.stat(folder / "lock"), os.fstat(held)):
+                return folder, held
+        except FileNotFoundError:
+            pass
+        os.close(held)  # another process removed it before it was locked
+
+
 def _remove_left_over() -> None:
-    """Removes the folders of processes that were killed."""
+    """Removes the folders of processes of this user that were killed."""
     for folder in Path(FOLDER).glob(f"{_NAME}*"):
         try:
-            with open(folder / "lock") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+            found = folder.lstat()
+            if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+                continue
+            lock = os.open(folder / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
-            continue  # it is in use, another user's, or just being made
+            continue  # it is gone, or just being made
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            pass  # it is in use
+        finally:
+            os.close(lock)
 
 
 # ---- offline ----
@@ -378,8 +465,11 @@ class OfflineCalls:
     def remove(self, lora_id: int) -> None:
         self._engine.remove_lora(lora_id)
 
-    def name(self, requests: dict[str, Any], gone: Sequence[str]) -> None:
+    def name(self, requests: Mapping[str, Any], gone: Mapping[str, Any]) -> None:
         pass
+
+    def served(self, name: str) -> bool:
+        return False
 
     def busy(self) -> bool:
         return bool(self._engine.has_unfinished_requests())
@@ -400,7 +490,13 @@ class ServerCalls:
         self._engine, self._models, self._loop = engine, models, loop
 
     def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        """The result of the call. Raises DeadlineExceeded where vLLM does not answer."""
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result(CALL_SECONDS)
+        except CallTimeout:
+            future.cancel()
+            raise DeadlineExceeded(f"vLLM did not answer within {CALL_SECONDS} s") from None
 
     def add(self, request: Any) -> None:
         self._wait(self._engine.add_lora(request))
@@ -408,13 +504,73 @@ class ServerCalls:
     def remove(self, lora_id: int) -> None:
         self._wait(self._engine.remove_lora(lora_id))
 
-    def name(self, requests: dict[str, Any], gone: Sequence[str]) -> None:
-        self._models.lora_requests.update(requests)
-        for name in gone:
-            self._models.lora_requests.pop(name, None)
+    def name(self, requests: Mapping[str, Any], gone: Mapping[str, Any]) -> None:
+        self._loop.call_soon_threadsafe(self._name, requests, gone)  # routes go through the table on this loop
+
+    def _name(self, requests: Mapping[str, Any], gone: Mapping[str, Any]) -> None:
+        names = self._models.lora_requests
+        names.update(requests)
+        for name, request in gone.items():
+            if names.get(name) is request:
+                del names[name]
+
+    def served(self, name: str) -> bool:
+        return bool(self._wait(self._served(name)))
+
+    async def _served(self, name: str) -> bool:
+        others = [other for other, request in self._models.lora_requests.items() if request.lora_int_id < FIRST_ID]
+        others += [model.name for model in self._models.base_model_paths]
+        return any(other == name or other.rpartition("@")[0] == name for other in others)
 
     def busy(self) -> bool:
         return False
+
+
+class _Found(list[Any]):
+    """The versions that one HTTP request found by name."""
+
+    answered = False
+
+
+# Of the HTTP request that is being answered.
+_found: ContextVar[_Found | None] = ContextVar("refitd_adapters_found", default=None)
+
+
+class _Names(dict[str, Any]):
+    """The server's table of adapters. What a client's request finds in it by name stays until the request was answered."""
+
+    def __init__(self, names: Mapping[str, Any], adapters: Adapters) -> None:
+        super().__init__(names)
+        self._adapters = adapters
+
+    def __getitem__(self, name: str) -> Any:
+        request, found = super().__getitem__(name), _found.get()
+        if found is not None and not found.answered:
+            request = self._adapters.hold(name, request)
+            found.append(request)
+        return request
+
+
+class _Hold:
+    """ASGI middleware that lets go what a request found in _Names, once it was answered."""
+
+    def __init__(self, app: Any, server_of: Callable[[], Server | None]) -> None:
+        self._app, self._server_of = app, server_of
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        server = self._server_of() if scope["type"] == "http" else None
+        if server is None:
+            await self._app(scope, receive, send)
+            return
+        found = _Found()
+        before = _found.set(found)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            _found.reset(before)
+            found.answered = True
+            for request in found:
+                server.adapters.let_go(request)
 
 
 class Server:
@@ -429,6 +585,8 @@ class Server:
         if not kept.isdecimal():
             raise InvalidArgument(f"REFITD_ADAPTERS_KEPT: {kept!r} is no number", culprit="REFITD_ADAPTERS_KEPT")
         self.adapters = Adapters(calls, engine.vllm_config, instance=instance, connect=settings.connect("vllm"), kept=int(kept))
+        models.lora_requests = _Names(models.lora_requests, self.adapters)
+        self.adding = threading.BoundedSemaphore(MAX_ADDING)
         for name in ("generate", "encode"):
             self._count(engine, name)
         threads = [threading.Thread(target=self._serve, name="refitd-adapters", daemon=True)]
@@ -476,23 +634,29 @@ class Server:
                     yield output
                 return
             used = self._acquire(given)
-            outputs = original(*arguments, **{**options, "lora_request": used})
             try:
-                async for output in outputs:
-                    yield output
+                outputs = original(*arguments, **options)
+                try:
+                    async for output in outputs:
+                        yield output
+                finally:
+                    await outputs.aclose()
             finally:
-                await outputs.aclose()
                 self.adapters.release(used)
 
         setattr(engine, method, counted)
 
 
 def add_routes(app: Any, server_of: Callable[[], Server | None]) -> None:
-    """Adds the routes to a server that has not started; those that change something only where vLLM lets clients load adapters. `server_of`: returns
-    None where the server follows no adapters, or not yet."""
+    """Adds the routes to a server that has not started; those that change something only with REFITD_ADAPTERS_ROUTES=on. `server_of`: returns None where
+    the server follows no adapters, or not yet. Raises InvalidArgument."""
     from fastapi import APIRouter
     from fastapi.responses import JSONResponse
 
+    routes = os.environ.get("REFITD_ADAPTERS_ROUTES") or "off"
+    if routes not in ("on", "off"):
+        raise InvalidArgument(f"REFITD_ADAPTERS_ROUTES: {routes!r} is none of on, off", culprit="REFITD_ADAPTERS_ROUTES")
+    app.add_middleware(_Hold, server_of=server_of)
     router = APIRouter()
 
     def do(call: Callable[[Server], Any]) -> Any:
@@ -504,6 +668,8 @@ def add_routes(app: Any, server_of: Callable[[], Server | None]) -> None:
             return JSONResponse(server.adapters.status())
         except NotFound as error:
             return JSONResponse({"error": str(error)}, status_code=404)
+        except ResourceExhausted as error:
+            return JSONResponse({"error": str(error), "culprit": error.culprit}, status_code=429)
         except (Error, TypeError) as error:
             return JSONResponse({"error": str(error), "culprit": getattr(error, "culprit", "")}, status_code=400)
 
@@ -511,18 +677,39 @@ def add_routes(app: Any, server_of: Callable[[], Server | None]) -> None:
         return do(lambda server: None)
 
     def added(wanted: dict[str, Any]) -> Any:
-        if any("like" in each for each in wanted.get("adapters", {"": wanted}).values()):
-            return JSONResponse({"error": "like: this server reads no folders that clients name", "culprit": "like"}, status_code=400)
-        return do(lambda server: server.add(wanted))
+        def add(server: Server) -> None:
+            _check_client(wanted)
+            if not server.adding.acquire(blocking=False):
+                raise ResourceExhausted(f"{MAX_ADDING} adapters are being added: try again", culprit="adapters")
+            try:
+                server.add(wanted)
+            finally:
+                server.adding.release()
+
+        return do(add)
 
     def removed(name: str) -> Any:
         return do(lambda server: server.adapters.remove(name))
 
     router.add_api_route(ROUTE, listed, methods=["GET"])
-    if os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() in ("1", "true"):
+    if routes == "on":
         router.add_api_route(ROUTE, added, methods=["POST"])
         router.add_api_route(f"{ROUTE}/{{name}}", removed, methods=["DELETE"])
     app.include_router(router)
+
+
+def _check_client(wanted: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument for what an entry of REFITD_ADAPTERS may have, and a client may not: folders, and regular expressions, which can run for
+    ever."""
+    entries = wanted.get("adapters", {"": wanted})
+    if not isinstance(entries, dict) or not all(isinstance(each, dict) for each in entries.values()):
+        raise InvalidArgument(f"adapters: {entries!r} is no object of objects", culprit="adapters")
+    for each in entries.values():
+        if "like" in each:
+            raise InvalidArgument("like: this server reads no folders that clients name", culprit="like")
+        targets = each.get("target_modules")
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise InvalidArgument(f"target_modules: {targets!r} is no list of names", culprit="target_modules")
 
 
 def wanted(environment: Mapping[str, str] = os.environ) -> list[dict[str, Any]] | None:

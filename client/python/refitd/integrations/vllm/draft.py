@@ -34,10 +34,10 @@ def manifest_of(manifest: str | None, model: str, speculation: Any) -> list[Tens
     return specs
 
 
-def keep_own_parts(draft: Any, manifest: str | None, path: str) -> None:
+def keep_own_parts(draft: Any, manifest: str | None, speculation: Any) -> None:
     """Makes vLLM keep those embeddings and output layers of a draft with random weights that its checkpoint has: vLLM tells by what is loaded, and by
-    equality with the served model's, whose random values are the same."""
-    names = [spec.name for spec in read_manifest(manifest or path)]
+    equality with the served model's, whose random values are the same. `manifest`, `speculation`: as in manifest_of()."""
+    names = [spec.name for spec in manifest_of(manifest, speculation.target_model_config.model, speculation)]
     of_draft = [name for name in names if name.startswith(PREFIX)] or names
     for part in SHARED:
         if hasattr(draft, f"has_own_{part}") and any(part in name for name in of_draft):
@@ -66,11 +66,13 @@ class WithDraft(torch.nn.Module):
         self._shared = tuple(
             f"{part}.weight" for part in SHARED if any(id(module) in of_served and name.rpartition(".")[2] == part for name, module in draft.named_modules())
         )
+        shared = [spec for spec in specs if spec.name.endswith(self._shared)]
+        of_model = [spec for spec in shared if not spec.name.startswith(PREFIX)]
         self.tied_names = {
             spec.name: other.name
-            for spec in specs
-            for other in specs
-            if spec.name.startswith(PREFIX) and not other.name.startswith(PREFIX) and spec.shape == other.shape and _both_end(spec, other, self._shared)
+            for spec in shared
+            for other in of_model
+            if spec.name.startswith(PREFIX) and spec.shape == other.shape and _both_end(spec, other, self._shared)
         }
 
     def __getattr__(self, name: str) -> Any:

@@ -507,10 +507,11 @@ def _loader_class(find_kept: FindKept) -> Any:
             if getattr(model_config, "runner_type", "") == "draft":
                 from .draft import keep_own_parts
 
-                keep_own_parts(model, Settings.of().manifest, model_config.model)
+                keep_own_parts(model, Settings.of().manifest, self._speculation)
             self._before = [(layer, early.get(id(layer)) or Snapshot.of(layer)) for layer in model.modules()]
 
         def load_model(self, vllm_config: Any, *arguments: Any, **options: Any) -> Any:
+            self._speculation = vllm_config.speculative_config
             model = super().load_model(vllm_config, *arguments, **options)
             find = functools.partial(find_kept, vllm_config.parallel_config, next(model.parameters()).device)
             note_changes(model, self._before, find if Settings.of().in_arenas else None, sys.modules[__name__])
@@ -622,8 +623,8 @@ def starts_clean(config: Any) -> bool:
     return str(getattr(config.load_config.load_format, "value", config.load_config.load_format)) not in ("dummy", "refitd")
 
 
-def check_backend(config: Any) -> None:
-    """Raises FailedPrecondition where an engine of this configuration can't follow a group."""
+def check_backend(config: Any, cache: str = "reset") -> None:
+    """Raises FailedPrecondition where an engine of this configuration can't follow a group. `cache`: as of Settings."""
     check_experts_stay(config.parallel_config)
     draft = draft_of(config)
     if draft is not None and config.parallel_config.pipeline_parallel_size > 1:
@@ -631,6 +632,10 @@ def check_backend(config: Any) -> None:
             f"vLLM was started with a draft model (speculative_config, method '{draft}') and pipeline_parallel_size "
             f"{config.parallel_config.pipeline_parallel_size}: the last stage alone has the draft",
             culprit="speculative_config",
+        )
+    if cache == "version" and getattr(config, "kv_transfer_config", None) is not None:
+        raise FailedPrecondition(
+            "cache: 'version' with a KV connector (kv_transfer_config), of which some find blocks without their cache_salt: set REFITD_CACHE=reset", culprit="cache"
         )
     transfer = config.weight_transfer_config
     if transfer is None or transfer.backend != "refitd":
