@@ -8,6 +8,7 @@
 #include "daemon/node/identities.h"
 #include "daemon/node/life.h"
 #include "daemon/process/log.h"
+#include "transport/base/failure.h"
 #include "transport/base/status.h"
 
 namespace refitd {
@@ -268,9 +269,10 @@ bool PeerClient::TakeFailure(GroupRecord* group, const absl::Status& status) {
       join.dialled_spec && (absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status));
   const bool of_right = join.dialled_trainer && absl::IsPermissionDenied(status);
   const bool of_time = pause || absl::IsNotFound(status);
-  const absl::Status refusal(status.code(),
-                             fmt::format("group {}: the coordinator at {} could not be joined: {}",
-                                         group->name(), join.address, Message(status)));
+  const absl::Status refusal = AboutSuspect(
+      Prefixed(absl::Status(status.code(), Message(status)),
+               "group {}: the coordinator at {} could not be joined", group->name(), join.address),
+      {SuspectRole::kDaemon, join.address, "", std::nullopt, 0});
   const bool waited_for = state_.pending.Refuse(
       group->name(), join.address,
       [&](const PendingAttaches::OfGroup& w) {

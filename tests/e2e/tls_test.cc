@@ -17,6 +17,7 @@
 #include "tests/e2e/certified.h"
 #include "tests/e2e/client_members.h"
 #include "tests/e2e/require.h"
+#include "transport/base/failure.h"
 #include "transport/tls/grpc_credentials.h"
 #include "transport/tls/probe.h"
 
@@ -200,7 +201,11 @@ TEST_CASE("a daemon joins no coordinator that is another") {
   connect.wait = std::chrono::milliseconds(1000);
   const absl::Status refused = Attaching(connect);
   INFO(refused);
-  CHECK(absl::IsDeadlineExceeded(refused));
+  CHECK(absl::IsUnavailable(refused));
+  CHECK_THAT(Message(refused), Contains("the server is \"spiffe://prod/member\""));
+  const Failure failure = FailureOf(refused);
+  REQUIRE(failure.suspects.size() == 1);
+  CHECK(failure.suspects[0].daemon == a.address());
   CHECK(
       LogHas(&b, "TLS: coordinator " + a.address() +
                      " is refused: the server is \"spiffe://prod/member\", which does not match"));

@@ -12,7 +12,7 @@ from refitd.serving import read_manifest
 
 PACKAGE = Path(refitd.__file__).parent
 # A formatted culprit begins with one of these. Names of arguments, options and files stand alone, as plain expressions.
-FORM = re.compile(r"(tensor|parameter|module) '|(trainer|engine|actor) rank |process ")
+FORM = re.compile(r"(tensor|parameter|module|adapter) '|(trainer|engine|actor) rank |process ")
 
 
 class CulpritsTest(unittest.TestCase):
@@ -33,7 +33,7 @@ class CulpritsTest(unittest.TestCase):
             for node in ast.walk(ast.parse(path.read_text())):
                 if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.JoinedStr):
                     continue
-                quoted = re.search(r"(tensor|parameter|module) '\{(.+?)\}'", ast.unparse(node.args[0]))
+                quoted = re.search(r"(tensor|parameter|module|adapter) '\{(.+?)\}'", ast.unparse(node.args[0]))
                 for keyword in node.keywords:
                     if quoted and keyword.arg == "culprit":
                         self.assertNotEqual(ast.unparse(keyword.value), quoted.group(2), f"{path.name}:{node.lineno}")

@@ -136,7 +136,7 @@ struct Shared {
   // are aborted at once.
   std::vector<std::shared_ptr<NcclThread>> watched;
   std::shared_ptr<NcclThread> opening;  // the making of ids, which takes long
-  std::atomic<int64_t> abandoned{0};  // communicators that never connected
+  std::atomic<int64_t> abandoned{0};    // communicators that never connected
 };
 
 // ---- one end of one communicator ----

@@ -14,7 +14,8 @@
 //   - OK on the sender means that its memory is no longer read, not that a peer has received it.
 //   - Nothing checks again that peers run the same operation, because NCCL does not check it. P5
 //     relies on the agreement before (docs/protocol.md); the digests verify the bytes afterwards.
-//   - Rank 0 frees a communicator that not all ranks connected up to two seconds a rail after Close;
+//   - Rank 0 frees a communicator that not all ranks connected up to two seconds a rail after
+//   Close;
 //     until then NCCL listens for the ranks.
 //
 // Threads: those of wire_communicators.h ("refitd-nwire" for each communicator, "refitd-nwire-a").
