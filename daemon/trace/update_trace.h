@@ -24,10 +24,9 @@ bool HasEnded(const v1::UpdateStatus& update);
 // What the spans do not show, for people.
 inline constexpr std::string_view kNotRecorded =
     "phases of an update that was not watched; when a bucket began (the buckets of a rank stand "
-    "one "
-    "after the other, in the order in which they ended); when a daemon or a link began and paused "
-    "(each stands at the begin of the data phase; a link takes its sender's time); times of single "
-    "ranks, and pauses of engines that were not committed; sends of pushes";
+    "one after the other, in the order in which they ended); when a daemon or a link began and "
+    "paused (each stands at the begin of the data phase; a link takes its sender's time); times of "
+    "single ranks, and pauses of engines that were not committed; sends of pushes";
 
 struct UpdateSpan {
   enum class Kind : uint8_t { kUpdate, kPhase, kBucket, kDaemon, kLink, kPause };
