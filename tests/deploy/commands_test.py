@@ -77,7 +77,7 @@ class CommandsTest(unittest.TestCase):
         with open(os.path.join(self.folder, "refitd.textproto"), "w") as file:
             file.write(configuration)
         printed = self.run_block("refitd --config /tmp/refitd.textproto --validate")
-        for line in ("tcp: \"0.0.0.0:7411\"", "interface: \"eth1\"", "identity: \"spiffe://prod/refitd/*\""):
+        for line in ("tcp: \"0.0.0.0:7411\"", "interface: \"eth0\"", "identity: \"spiffe://prod/refitd/*\""):
             self.assertIn(line, printed)
 
     def test_the_gates_of_an_upgrade_are_commands_of_refitctl(self):

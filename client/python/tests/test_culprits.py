@@ -33,7 +33,7 @@ class CulpritsTest(unittest.TestCase):
             for node in ast.walk(ast.parse(path.read_text())):
                 if not isinstance(node, ast.Call) or not node.args or not isinstance(node.args[0], ast.JoinedStr):
                     continue
-                quoted = re.search(r"(tensor|parameter|module|adapter) '\{(.+?)\}'", ast.unparse(node.args[0]))
+                quoted = re.search(r"(tensor|parameter|module) '\{(.+?)\}'", ast.unparse(node.args[0]))
                 for keyword in node.keywords:
                     if quoted and keyword.arg == "culprit":
                         self.assertNotEqual(ast.unparse(keyword.value), quoted.group(2), f"{path.name}:{node.lineno}")
