@@ -993,7 +993,7 @@ class Trainer(Member):
     def _version_for(self, version: int) -> int:
         """The version to install for `version`, after `on_older` was obeyed."""
         checked_version(version)
-        if self._on_older == "refuse" or version >= (least := self.next_version):
+        if self._on_older == "refuse" or self.group_version is None or version >= (least := self.next_version):
             return version
         if self._on_older == "next":
             return least
