@@ -583,7 +583,7 @@ int64_t refit_python_first_altered(void* const* dicts, const int64_t* sizes, voi
   if (!Global().ready) return 0;
   for (int64_t i = 0; i < count; ++i) {
     if (i + 2 * kPrefetchDistance < count) Prefetch(dicts[i + 2 * kPrefetchDistance]);
-    // Of a dict without entries neither keys nor values are read.
+    // A dict without entries has neither keys nor values to read.
     if (i + kPrefetchDistance < count && sizes[i + kPrefetchDistance] > 0) {
       ReadDictAhead(dicts[i + kPrefetchDistance]);
     }

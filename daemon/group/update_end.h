@@ -24,7 +24,7 @@ struct GiveUp {
   std::string reason;
   GiveUpClass kind = GiveUpClass::kOther;
   Failure failure{};
-  // What the calls of each kind that wait are answered.
+  // The calls of each kind that wait are answered with these codes.
   absl::StatusCode begin_code = absl::StatusCode::kAborted;
   absl::StatusCode bucket_code = absl::StatusCode::kAborted;
   absl::StatusCode commit_code = absl::StatusCode::kAborted;

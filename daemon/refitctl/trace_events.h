@@ -1,7 +1,7 @@
 // Updates of a group as events of Chrome's trace format, which Perfetto and chrome://tracing show:
 // https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 //
-// What is not recorded stands in the trace under "not_recorded". Pure; thread-safe.
+// The trace says under "not_recorded" what the daemon does not record. Pure; thread-safe.
 #ifndef REFITD_DAEMON_REFITCTL_TRACE_EVENTS_H_
 #define REFITD_DAEMON_REFITCTL_TRACE_EVENTS_H_
 

@@ -19,7 +19,8 @@ using otlp::collector::trace::v1::TraceService;
 
 TimePoint Now() { return std::chrono::steady_clock::now(); }
 
-// Which failures OTLP lets a client try again.
+// OTLP lets a client try again after these failures:
+// https://opentelemetry.io/docs/specs/otlp/#failures
 bool MayPass(const absl::Status& status) {
   switch (status.code()) {
     case absl::StatusCode::kCancelled:

@@ -194,7 +194,7 @@ TEST_CASE("a call that the collector does not answer ends at its limit, and is t
   REQUIRE(Eventually([&] { return e.dropped == 1; }));
   CHECK(collector.calls() == SpanExporter::kTries);
   CHECK(e.Lines().size() == 1);
-  // Of all tries the collector keeps one trace.
+  // The collector keeps one trace, since all tries have the same ids.
   CHECK(collector.request(0).SerializeAsString() == collector.request(2).SerializeAsString());
 }
 

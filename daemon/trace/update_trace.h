@@ -21,7 +21,7 @@ namespace refitd {
 
 bool HasEnded(const v1::UpdateStatus& update);
 
-// What the spans do not show, for people.
+// The text tells people what the spans do not show.
 inline constexpr std::string_view kNotRecorded =
     "phases of an update that was not watched; when a bucket began (the buckets of a rank stand "
     "one after the other, in the order in which they ended); when a daemon or a link began and "
@@ -33,7 +33,7 @@ struct UpdateSpan {
   using Attribute = std::pair<std::string, std::variant<std::string, int64_t, double>>;
 
   Kind kind = Kind::kUpdate;
-  // Who it is of: a trainer's rank, a daemon's id, a link as "a to b", an instance; empty: of the
+  // The span is of this trainer's rank, daemon's id, link ("a to b") or instance; empty: of the
   // update itself.
   std::string of;
   std::string name;  // a phase's state; a bucket's number among those of its rank; else empty

@@ -125,13 +125,19 @@ def test_a_version_stays_while_requests_use_it(engine, alice):
     assert adapters.status() == {"alice": {"version": 4, "kept": [3], "requests": 0, "reason": ""}}
 
 
-def test_an_adapter_that_is_removed_ends_its_requests_first(engine, alice):
-    adapters, calls = engine
+def removed_in_use(adapters, alice):
+    """An adapter that was removed while a request had its version 1; returns the version."""
     adapters.add("alice", group="alice", **WANTED)
     alice.refit(1)
     adapters.wait("alice", 1)
     used = adapters.acquire(adapters.request("alice"))
     adapters.remove("alice")
+    return used
+
+
+def test_an_adapter_that_is_removed_ends_its_requests_first(engine, alice):
+    adapters, calls = engine
+    used = removed_in_use(adapters, alice)
     assert not calls.names and len(calls.held) == len(folders(adapters)) == 1
     with pytest.raises(NotFound):
         adapters.request("alice")
@@ -153,11 +159,7 @@ def test_an_adapter_that_is_removed_ends_its_requests_first(engine, alice):
 
 def test_a_name_that_a_newer_adapter_has_stays_when_an_old_version_goes(engine, alice):
     adapters, calls = engine
-    adapters.add("alice", group="alice", **WANTED)
-    alice.refit(1)
-    adapters.wait("alice", 1)
-    used = adapters.acquire(adapters.request("alice"))
-    adapters.remove("alice")
+    used = removed_in_use(adapters, alice)
     newer = Request("alice@1", 5, "elsewhere")
     calls.names["alice@1"] = newer
     adapters.release(used)

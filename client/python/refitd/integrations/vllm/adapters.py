@@ -532,7 +532,7 @@ class _Found(list[Any]):
     answered = False
 
 
-# Of the HTTP request that is being answered.
+# The HTTP request that this context answers holds these versions; None: there is no such request.
 _found: ContextVar[_Found | None] = ContextVar("refitd_adapters_found", default=None)
 
 
